@@ -1,0 +1,13 @@
+"""The seam: everything that tl_spectral knows about TransformerLens lives in this package."""
+
+from tl_spectral.model.loading import ModelEntry, available_models, load_model, reinitialised
+from tl_spectral.model.view import ModelView, Site
+
+__all__ = [
+    "ModelEntry",
+    "ModelView",
+    "Site",
+    "available_models",
+    "load_model",
+    "reinitialised",
+]

