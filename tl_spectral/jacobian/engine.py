@@ -111,7 +111,8 @@ def trace(
     for route in routes:
         begin = view.hook_name(route.start, "resid_pre")
         hooks[begin] = cut(begin, route.start)
-    last = names[-1][1]
+    # The deepest target ends the pass, whatever the order that the routes were asked for in.
+    last = names[max(range(len(routes)), key=lambda i: routes[i].stop)][1]
     with torch.enable_grad(), view.frozen():
         view.run(tokens, hooks, cache=cache)
         graphs = []
