@@ -219,8 +219,10 @@ def _plan(
         raise InputError(f"engine must be 'auto', 'fast' or 'reference', got {engine!r}.")
     rows = view.tokens(tokens)
     source_pos = pos if source_pos is None else source_pos
+    same = set()
     for row in rows:
         t, s = view.position(pos, len(row)), view.position(source_pos, len(row), "source_pos")
+        same.add(s == t)
         if view.causal and s > t:
             raise InputError(
                 f"source_pos {s} lies after pos {t}: in {view.name} a position cannot depend on a "
@@ -233,6 +235,13 @@ def _plan(
                 "The fast engine needs a causal model, the full context and source_pos = pos. "
                 "Use engine='auto'."
             )
+    if len(same) > 1:
+        raise InputError(
+            f"pos {pos} and source_pos {source_pos} are the same position in some texts and not in "
+            "others; a mean over both has no meaning. Count both from the same end."
+        )
+    if same == {True}:  # written in two ways, as -1 and 8: from here on in one
+        source_pos = pos
     source, target = _SITES[scope]
     routes = tuple(Route(layer, layer + 1, source, target) for layer in view.layers(layers))
     for route in routes:  # fails for a resid_mid that does not exist
