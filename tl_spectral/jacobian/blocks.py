@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_spectral.errors import InputError
 from tl_spectral.jacobian.engine import DEFAULT_MAX_BYTES, Graph, Route, jacobian_of, trace
 from tl_spectral.jacobian.result import BlockJacobian
-from tl_spectral.model import ModelView
+from tl_spectral.model import ModelView, Site
 from tl_spectral.model.view import Hook, StopForward, by_length
 
 Context = Literal["full", "isolated"]
@@ -328,34 +328,30 @@ def _means(plan: _Plan, chunk: int | None, max_bytes: int) -> Iterator[BlockJaco
         )
 
 
-def _inputs_and_outputs(
-    plan: _Plan, tokens: Int[Tensor, "sample pos"], pos: int
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """States at one position before and after every block asked for, without a graph."""
-    inputs: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    last = max(route.start for route in plan.routes)
+def _states(
+    plan: _Plan, tokens: Int[Tensor, "sample pos"], pos: int, sites: Mapping[int, Site]
+) -> dict[int, Float[Tensor, "sample d_model"]]:
+    """States at one position, one site in every layer asked for, without a graph."""
+    states: dict[int, Tensor] = {}
+    last = max(sites)
 
-    def keep(into: dict[int, Tensor], layer: int, final: bool) -> Hook:
+    def keep(layer: int) -> Hook:
         def hook(activation: Tensor) -> None:
-            into[layer] = activation[:, pos].detach()
-            if final:
+            shaped = activation.detach().reshape(*tokens.shape, -1)  # OPT flattens its resid_mid
+            states[layer] = shaped[:, pos]
+            if layer == last:
                 raise StopForward
 
         return hook
 
-    hooks: dict[str, Hook] = {}
-    for route in plan.routes:
-        layer = route.start
-        hooks[plan.view.hook_name(layer, "resid_pre")] = keep(inputs, layer, False)
-        hooks[plan.view.hook_name(layer, "resid_post")] = keep(outputs, layer, layer == last)
+    hooks = {plan.view.hook_name(layer, site): keep(layer) for layer, site in sites.items()}
     with torch.no_grad():
         plan.view.run(tokens, hooks)
-    return inputs, outputs
+    return states
 
 
 def _isolated_graphs(plan: _Plan, tokens: Int[Tensor, "sample pos"], pos: int) -> list[Graph]:
-    states, _ = _inputs_and_outputs(plan, tokens, pos)
+    states = _states(plan, tokens, pos, {route.start: "resid_pre" for route in plan.routes})
     one_token = tokens[:, pos : pos + 1]
     return trace(plan.view, one_token, plan.routes, pos=0, source_pos=0, states=states)
 
@@ -365,8 +361,8 @@ def _fast_graphs(
 ) -> tuple[list[Graph] | None, str]:
     """Graphs of the query token alone against the cached keys and values of those before it.
 
-    The outputs of every block must come out as in the full forward pass; else there is no fast
-    answer and the reason is returned.
+    Every target must come out as in the full forward pass; else there is no fast answer and the
+    reason is returned.
     """
     if plan.engine == "reference":
         return None, "asked for"
@@ -381,12 +377,11 @@ def _fast_graphs(
         if cache is None:
             return None, "the model keeps no key/value cache"
     query = tokens[:, pos : pos + 1]
-    _, expected = _inputs_and_outputs(plan, tokens[:, : pos + 1], pos)
+    targets = {route.start: route.target for route in plan.routes}
+    expected = _states(plan, tokens[:, : pos + 1], pos, targets)
     graphs = trace(view, query, plan.routes, pos=0, source_pos=0, cache=cache)
     worst = 0.0
     for route, graph in zip(plan.routes, graphs, strict=True):
-        if route.target != "resid_post":
-            continue
         error = (graph.target.detach() - expected[route.start]).norm(dim=-1)
         worst = max(worst, (error / expected[route.start].norm(dim=-1)).max().item())
     if not worst <= _FAST_TOLERANCE:
