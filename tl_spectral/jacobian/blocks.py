@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_spectral.errors import InputError
+from tl_spectral.errors import InputError, ModelStateError
 from tl_spectral.jacobian.engine import DEFAULT_MAX_BYTES, Graph, Route, jacobian_of, trace
 from tl_spectral.jacobian.result import BlockJacobian
 from tl_spectral.model import ModelView, Site
@@ -71,7 +71,7 @@ def block_jacobian(
         InputError: For a layer, position, context or scope that does not exist.
         ModelStateError: If the model is in train mode or holds NaN.
     """
-    plan = _plan(model, tokens, [layer], pos, source_pos, context, scope, engine)
+    plan = _plan(model, tokens, [layer], pos, source_pos, context, scope, engine, chunk)
     return next(_means(plan, chunk, max_bytes))
 
 
@@ -106,7 +106,7 @@ def block_jacobians(
     Returns:
         An iterator over layers.
     """
-    plan = _plan(model, tokens, layers, pos, None, context, scope, engine)
+    plan = _plan(model, tokens, layers, pos, None, context, scope, engine, chunk)
     return _means(plan, chunk, max_bytes)
 
 
@@ -138,7 +138,7 @@ def sample_jacobians(
     Returns:
         An iterator of (layer, Jacobians in the order of the prompts).
     """
-    plan = _plan(model, tokens, layers, pos, None, context, scope, engine)
+    plan = _plan(model, tokens, layers, pos, None, context, scope, engine, chunk)
     return ((layer, matrices) for layer, matrices in _per_sample(plan, chunk, max_bytes))
 
 
@@ -181,7 +181,7 @@ def span_jacobian(
             f"stop must be an integer from {first + 1} to {view.n_layers} (one past the last "
             f"block of a span that starts at layer {first}), got {stop!r}."
         )
-    plan = _plan(model, tokens, [start], pos, source_pos, "full", "block", "reference")
+    plan = _plan(model, tokens, [start], pos, source_pos, "full", "block", "reference", chunk)
     plan = _Plan(**{**vars(plan), "routes": (Route(first, stop),), "scope": "span"})
     return next(_means(plan, chunk, max_bytes))
 
@@ -209,10 +209,13 @@ def _plan(
     context: str,
     scope: str,
     engine: str,
+    chunk: int | None,
 ) -> _Plan:
     view = ModelView(model)
     if context not in CONTEXTS:
         raise InputError(f"context must be one of {CONTEXTS}, got {context!r}.")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise InputError(f"chunk must be a positive integer or None, got {chunk!r}.")
     if scope not in _SITES:
         raise InputError(f"scope must be one of {tuple(_SITES)}, got {scope!r}.")
     if engine not in ("auto", "fast", "reference"):
@@ -295,6 +298,13 @@ def _per_sample(
                     source_pos=plan.view.position(plan.source_pos, length),
                 )
             out[batch.members] = jacobian_of(graph, chunk=chunk, max_bytes=max_bytes)
+        finite = torch.isfinite(out).all(dim=-1).all(dim=-1)
+        if not finite.all():
+            raise ModelStateError(
+                f"The Jacobian of layer {route.start} is not finite for text "
+                f"{finite.tolist().index(False)}: the states overflow, or a hook on the model "
+                "writes NaN. Use a wider dtype or remove the hook."
+            )
         yield route.start, out
 
 
@@ -380,18 +390,18 @@ def _fast_graphs(
     targets = {route.start: route.target for route in plan.routes}
     expected = _states(plan, tokens[:, : pos + 1], pos, targets)
     graphs = trace(view, query, plan.routes, pos=0, source_pos=0, cache=cache)
-    worst = 0.0
     for route, graph in zip(plan.routes, graphs, strict=True):
         error = (graph.target.detach() - expected[route.start]).norm(dim=-1)
-        worst = max(worst, (error / expected[route.start].norm(dim=-1)).max().item())
-    if not worst <= _FAST_TOLERANCE:
-        return None, f"the replayed output differs from the forward pass by {worst:.1e}"
+        size = expected[route.start].norm(dim=-1)
+        if not (error <= _FAST_TOLERANCE * size).all():
+            worst = (error / size).max().item()
+            return None, f"the replayed output differs from the forward pass by {worst:.1e}"
     return graphs, f"replayed outputs agree with the forward pass to {_FAST_TOLERANCE:g}"
 
 
 def graph_of_one(model: Any, tokens: Any, layer: int, pos: int, context: str, scope: str) -> Graph:
     """The live graph of one block for one prompt, for operators that are never formed."""
-    plan = _plan(model, tokens, [layer], pos, None, context, scope, "auto")
+    plan = _plan(model, tokens, [layer], pos, None, context, scope, "auto", None)
     if len(plan.rows) != 1:
         raise InputError(f"An operator belongs to one prompt, got {len(plan.rows)}.")
     (batch,) = _batches(plan)
