@@ -64,7 +64,7 @@ class ResidualStates(Result):
                     continue
                 states.append(_from_cache(view, cache, layer, site, pos))
         stacked = {site: torch.stack(states) for site, states in sites.items() if states}
-        return _build(view, stacked, view.layers(None), pos, tokens=None)
+        return _build(view, stacked, view.layers(None), int(pos), tokens=None)
 
     @property
     def n_samples(self) -> int:
@@ -206,7 +206,7 @@ def capture(
             done += len(batch)
             if progress is not None:
                 progress(done)
-    return _build(view, stacked, chosen, pos, tokens)
+    return _build(view, stacked, chosen, int(pos), tokens)
 
 
 def _build(

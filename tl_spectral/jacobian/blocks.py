@@ -249,7 +249,7 @@ def _plan(
     routes = tuple(Route(layer, layer + 1, source, target) for layer in view.layers(layers))
     for route in routes:  # fails for a resid_mid that does not exist
         view.hook_name(route.start, source), view.hook_name(route.start, target)
-    return _Plan(view, rows, routes, pos, source_pos, context, scope, engine)
+    return _Plan(view, rows, routes, int(pos), int(source_pos), context, scope, engine)
 
 
 @dataclass(frozen=True)

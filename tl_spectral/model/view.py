@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, Literal
@@ -65,6 +66,7 @@ class ModelView:
         self.d_model = int(cfg.d_model)
         self.n_heads = int(cfg.n_heads)
         self.n_ctx = int(cfg.n_ctx)
+        self.n_vocab = int(cfg.d_vocab)
         processed = model.compatibility_mode or getattr(model, "_weights_processed", False)
         self.weights = "compat" if processed else "raw"
 
@@ -89,8 +91,7 @@ class ModelView:
 
     def layer(self, layer: int) -> int:
         """Resolve a layer index (negative counts from the end) or raise ``InputError``."""
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise InputError(f"layer must be an integer, got {layer!r}.")
+        layer = _integer(layer, "layer")
         if not -self.n_layers <= layer < self.n_layers:
             raise InputError(
                 f"layer {layer} does not exist: {self.name} has {self.n_layers} layers, "
@@ -102,6 +103,8 @@ class ModelView:
         """Resolve a selection of layers, all of them by default; no layer may come twice."""
         if layers is None:
             return tuple(range(self.n_layers))
+        if isinstance(layers, (int, str)):
+            raise InputError(f"layers must be a sequence of integers, got {layers!r}.")
         chosen = tuple(self.layer(layer) for layer in layers)
         if not chosen:
             raise InputError("layers is empty. Name at least one layer, or pass None for all.")
@@ -141,8 +144,7 @@ class ModelView:
 
     def position(self, pos: int, length: int, what: str = "pos") -> int:
         """Resolve a position in a text of ``length`` tokens or raise ``InputError``."""
-        if isinstance(pos, bool) or not isinstance(pos, int):
-            raise InputError(f"{what} must be an integer, got {pos!r}.")
+        pos = _integer(pos, what)
         if not -length <= pos < length:
             raise InputError(
                 f"{what} {pos} does not exist in a text of {length} tokens. Use longer texts, or "
@@ -164,12 +166,18 @@ class ModelView:
         """
         if isinstance(texts, (str, Tensor)):
             texts = [texts]
+        elif not isinstance(texts, Iterable):
+            raise InputError(
+                f"Expected texts or token ids, got {texts!r}. Pass a string, a list of strings, or "
+                "integer tensors [pos] or [batch, pos]."
+            )
         rows: list[Tensor] = []
         for index, text in enumerate(texts):
             if isinstance(text, str):
                 rows.append(self._tokenise(text, index))
-            elif isinstance(text, Tensor) and not text.is_floating_point() and text.ndim in (1, 2):
-                rows.extend(text.detach().cpu().long().reshape(-1, text.shape[-1]))
+            elif _holds_ids(text):
+                ids = text.detach().cpu().long()
+                rows.extend([ids] if ids.ndim == 1 else ids.unbind())
             else:
                 raise InputError(
                     f"Text {index} is a {type(text).__name__}; texts are strings or integer tensors"
@@ -180,6 +188,11 @@ class ModelView:
         for index, row in enumerate(rows):
             if row.numel() == 0:
                 raise InputError(f"Text {index} is empty. Leave it out.")
+            if not 0 <= row.min() <= row.max() < self.n_vocab:
+                raise InputError(
+                    f"Text {index} holds a token id outside 0 to {self.n_vocab - 1}, the vocabulary"
+                    f" of {self.name}. Was it made by another model's tokenizer?"
+                )
             if row.numel() > self.n_ctx:
                 raise InputError(
                     f"Text {index} has {row.numel()} tokens, {self.name} takes {self.n_ctx}. "
@@ -306,6 +319,24 @@ class ModelView:
             texts="" if tokens is None else hash_tokens(tokens),
             options=dict(options or {}),
         )
+
+
+def _integer(value: Any, what: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{what} must be an integer, got {value!r}.") from None
+
+
+def _holds_ids(text: Any) -> bool:
+    return (
+        isinstance(text, Tensor)
+        and text.dtype not in (torch.bool, torch.complex64, torch.complex128)
+        and not text.is_floating_point()
+        and text.ndim in (1, 2)
+    )
 
 
 def hash_tokens(tokens: Sequence[Tensor]) -> str:
