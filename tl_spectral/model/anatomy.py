@@ -61,7 +61,8 @@ def dissect(view: ModelView) -> tuple[BlockAnatomy, ...]:
             if f"{block}.{part}" in view.model.hook_dict:
                 hooks[f"{block}.{part}"] = record(f"{block}.{part}")
     with torch.enable_grad():
-        view.run(torch.zeros(1, 1, dtype=torch.long) + 5, hooks)
+        token = min(5, view.n_vocab - 1)  # an ordinary one: 0 to 4 are often special
+        view.run(torch.full((1, 1), token), hooks)
     return tuple(_describe(view, layer, seen) for layer in range(view.n_layers))
 
 
@@ -115,11 +116,15 @@ def _place(start: Tensor, middle: Tensor, end: Tensor) -> Literal["stream", "bra
 def _measure_gain(norm: torch.nn.Module, like: Tensor) -> Float[Tensor, " d_model"]:
     """The gain as the norm applies it: half the difference of its outputs at ±x, over x.
 
-    x alternates ±1 (scaled up against the norm's epsilon), so it survives mean removal; this reads
-    a plain weight, Gemma's 1 + w and folded norms alike.
+    x alternates ±1 (scaled up against the norm's epsilon) and has mean 0 and mean square 1, so it
+    survives both kinds of norm; this reads a plain weight, Gemma's 1 + w and folded norms alike.
     """
     x = torch.ones_like(like)
     x[..., 1::2] = -1
+    if x.shape[-1] % 2:
+        x[..., -1] = -2
+        x[..., -2] = 1
+        x /= x.square().mean().sqrt()
     with torch.no_grad():
         up, down = norm(x * 1e3), norm(x * -1e3)
         gain: Tensor = ((up - down) / (2 * x)).reshape(-1).float().cpu()
