@@ -1,0 +1,450 @@
+"""The sections of the report, each built from the tables and arrays of a run.
+
+A section never shows an empty figure: what a run lacks is said in a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from tl_spectral import plots
+from tl_spectral.plots.spectra import CHARACTER, LABELS, SIZE
+from tl_spectral.plots.tables import column, of_variant, variants
+from tl_spectral.plots.theme import as_array
+from tl_spectral.report.page import Numbers, Panel, Section, Switch, numbers, show
+
+Figures = dict[tuple[str, ...], go.Figure]
+
+_MAX_POINTS = 120_000  # per slider: beyond this, layers are thinned to keep the page light
+_UNITS = {"natural": "natural", "raw": "raw"}
+_ESTIMATES = {"per_sample": "each sample, averaged", "mean_jacobian": "mean Jacobian"}
+_METRIC_SETS = {"character": CHARACTER, "size and rank": SIZE}
+
+
+def table_of(run: Any, name: str) -> pd.DataFrame:
+    """A table of the run; an empty one if the run has none."""
+    table = run.tables.get(name)
+    return pd.DataFrame() if table is None else table
+
+
+def all_sections(run: Any) -> list[Section]:
+    """The figures of a run, in reading order."""
+    return [gradient(run), clouds(run), funnel(run), circuits(run), topology(run), coupling(run)]
+
+
+def gradient(run: Any) -> Section:
+    """The character of J and R over depth."""
+    table = table_of(run, "spectra")
+    lead = (
+        "The Jacobian J of a block says how it moves a small change of the residual stream; "
+        "R = J − I is what the block adds to the skip. Rotation, non-normality and size of both, "
+        "block by block, each beside what a random matrix would give."
+    )
+    if table.empty:
+        return _empty("gradient", "Spectral gradient", lead, "This run has no spectra.")
+    figures: Figures = {}
+    for units, estimate, chosen in product(
+        _options(table, "units", _UNITS), _options(table, "estimate", _ESTIMATES), _METRIC_SETS
+    ):
+        rows = table
+        for name, value in (("units", units), ("estimate", estimate)):
+            rows = rows[rows[name] == value] if name in rows else rows
+        figure = plots.profile_figure(
+            rows, units=units, estimate=estimate, metrics=_METRIC_SETS[chosen]
+        )
+        if figure.data:
+            figures[chosen, _UNITS[units], _ESTIMATES[estimate]] = figure
+    panel = _panel(
+        "Character of each block",
+        "Look for lines that leave the dotted grey one: only there has training made something. "
+        "A change in J (solid) that R (dashed) does not show comes from the identity skip, not "
+        "from what the block learned; dotted purple is what the skip and a random update of the "
+        "same size would give. Bands are 95 % intervals over samples.",
+        f"Line charts of spectral metrics against depth for {_spoken(table)}, for J and R, with "
+        "random baselines.",
+        figures,
+        ("Show", "Units", "Estimate"),
+    )
+    return Section(
+        "gradient",
+        "Spectral gradient",
+        lead,
+        panels=panel,
+        numbers=(_profile_numbers(table),),
+        notes=_missing_control(table) + _single_layer(table),
+    )
+
+
+def _profile_numbers(table: pd.DataFrame) -> Numbers:
+    rows = of_variant(table, variants(table)[0])
+    for name, value in (("operator", "R"), ("units", "natural"), ("estimate", "per_sample")):
+        if name in rows and (rows[name] == value).any():
+            rows = rows[rows[name] == value]
+    wide = rows.pivot_table(index="layer", columns="metric", values="value").reset_index()
+    heads = {"layer": "layer"} | {name: LABELS[name][0] for name in LABELS if name in wide}
+    return numbers("Update R by layer, natural units, mean over samples", wide, heads)
+
+
+def clouds(run: Any) -> Section:
+    """Eigenvalues of J by layer."""
+    lead = (
+        "Each point is an eigenvalue of J for one sample. Outside the unit circle a direction "
+        "grows through the block, inside it shrinks; off the real axis it turns."
+    )
+    found = _by_layer(run.arrays, "eigenvalues")
+    if not found:
+        return _empty("eigenvalues", "Eigenvalues", lead, "This run kept no eigenvalues.")
+    arrays = {layer: {v: as_array(a).ravel() for v, a in f.items()} for layer, f in found.items()}
+    size = max(len(a) for f in arrays.values() for a in f.values())
+    per_layer = max(sum(len(a) for a in f.values()) for f in arrays.values())
+    layers = _thinned(sorted(arrays), per_layer)
+    every = np.concatenate([a for i in layers for a in arrays[i].values()])
+    reach = plots.plane_reach([every])
+    spectra = table_of(run, "spectra")
+    figures: Figures = {
+        (f"layer {i}",): plots.eigenvalue_figure(
+            arrays[i], discs=_discs(spectra, i, size), reach=reach
+        )
+        for i in layers
+    }
+    panel = _panel(
+        "Eigenvalues of J",
+        "The circle is |λ| = 1. Where the grey disc is drawn, the identity plus a random update of "
+        "the same size would fill it evenly: points far outside it, or a gap within it, are "
+        "structure. Move the slider to go through the blocks on one scale.",
+        f"Scatter of {size} complex eigenvalues per block with the unit circle.",
+        figures,
+        ("Layer",),
+        slider="Layer",
+    )
+    return Section("eigenvalues", "Eigenvalues", lead, panels=panel, notes=_shown(layers, arrays))
+
+
+def _discs(spectra: pd.DataFrame, layer: int, d: int) -> dict[str, float]:
+    """Radius ‖R‖_F/√d of the circular law, where the run measured ‖R‖_F in raw units."""
+    if spectra.empty or "metric" not in spectra:
+        return {}
+    rows = spectra[(spectra["metric"] == "frobenius") & (spectra["operator"] == "R")]
+    for name, value in (("units", "raw"), ("estimate", "per_sample"), ("layer", layer)):
+        rows = rows[rows[name] == value] if name in rows else rows
+    radii = {v: column(of_variant(rows, v), "value") / np.sqrt(d) for v in variants(rows)}
+    return {v: float(r[0]) for v, r in radii.items() if r.size and np.isfinite(r[0])}
+
+
+def funnel(run: Any) -> Section:
+    """Effective rank of the chain of Jacobians."""
+    table = table_of(run, "chain")
+    lead = (
+        "Multiply the Jacobians of successive blocks: how many directions of a perturbation of "
+        "the first block's input can still be told apart after each block?"
+    )
+    if table.empty:
+        return _empty("funnel", "Funnel", lead, "This run has no chain of Jacobians.")
+    figures: Figures = {
+        (_UNITS[units],): plots.funnel_figure(
+            table[table["units"] == units] if "units" in table else table, units=units
+        )
+        for units in _options(table, "units", _UNITS)
+    }
+    panel = _panel(
+        "Directions that survive",
+        "Thin lines are single samples, the thick line their median. The dashed line multiplies "
+        "mean Jacobians: it is another number, often larger, since each prompt keeps directions "
+        "of its own. Products of random matrices narrow too (dotted): compare the slope with them.",
+        f"Effective rank of the product of Jacobians by depth, log scale, for {_spoken(table)}; "
+        "and the leading singular values.",
+        figures,
+        ("Units",),
+    )
+    last = table[table["layer"] == table["layer"].max()]
+    heads = {
+        "variant": "variant",
+        "estimate": "estimate",
+        "units": "units",
+        "sample": "sample",
+        "effective_rank": "effective rank",
+        "participation_ratio": "participation ratio",
+        "resolved_rank": "resolved rank",
+    }
+    return Section(
+        "funnel",
+        "Funnel",
+        lead,
+        panels=panel,
+        numbers=(numbers("After the last block", last, heads),),
+        notes=_missing_control(table) + _single_layer(table),
+    )
+
+
+def circuits(run: Any) -> Section:
+    """OV circuits, read off the weights."""
+    table, layers = table_of(run, "ov"), table_of(run, "ov_layers")
+    lead = (
+        "What each attention head writes for what it reads, from the weights alone: a copying "
+        "score near +1 repeats its input, near −1 it reverses it."
+    )
+    if table.empty and layers.empty:
+        note = "This run has no OV circuits (the model's heads could not be read off its weights)."
+        return _empty("ov", "OV circuits", lead, note)
+    panels: tuple[Panel, ...] = ()
+    if not table.empty:
+        wanted = {"copying_score": "copying score", "rotation_index": "rotation index"}
+        figures: Figures = {
+            (name,): plots.ov_table_figure(table, metric=metric)
+            for metric, name in (wanted | {"spectral_radius": "spectral radius"}).items()
+            if np.isfinite(column(table, metric)).any()
+        }
+        panels += _panel(
+            "Heads",
+            "A dot marks a head whose copying score a random head of the same shape would also "
+            "reach (within two standard deviations). Look for rows or blocks of green (copying) "
+            "or purple (reversing) without dots.",
+            f"Heat map of OV metrics, layer by head, for {_spoken(table)}.",
+            figures,
+            ("Metric",),
+        )
+    if not layers.empty:
+        panels += _panel(
+            "Principal mode of each layer",
+            "Summed over heads, a layer acts on the token mean like a step of the power method. A "
+            "disc is a real principal eigenvalue (tokens are drawn to an axis), a diamond a "
+            "complex one (they turn in a plane). Where the gap is small, the mode is hardly "
+            "distinguished and one step aligns tokens little.",
+            f"Size and spectral gap of the principal OV mode by layer for {_spoken(layers)}.",
+            {(): plots.principal_figure(layers)},
+            (),
+        )
+    notes = ("This run has no table of single heads.",) if table.empty else ()
+    shown = layers if table.empty else table
+    return Section("ov", "OV circuits", lead, panels, notes=notes + _missing_control(shown))
+
+
+def topology(run: Any) -> Section:
+    """Communities and bridges of the unit graph."""
+    communities, units = table_of(run, "communities"), table_of(run, "units")
+    lead = (
+        "Coordinates of the residual stream that vary together over samples are joined. The graph "
+        "falls into communities; a bridge unit spreads its edges over several of them."
+    )
+    if communities.empty and units.empty:
+        return _empty("communities", "Communities and bridges", lead, "This run has no unit graph.")
+    panels: tuple[Panel, ...] = ()
+    notes: tuple[str, ...] = ()
+    if not communities.empty:
+        panels += _panel(
+            "Is there a community structure?",
+            "Modularity says something only above its null (dotted: the same degrees, rewired). "
+            "Low stability means that the partition depends on the seed, and so do its bridges.",
+            f"Modularity, stability and number of communities by layer for {_spoken(communities)}.",
+            {(): plots.communities_figure(communities)},
+            (),
+        )
+    adjacency = _by_layer(run.arrays, "adjacency")
+    figures = Figures()
+    for layer, graphs in sorted(adjacency.items()):
+        labels = {v: _labels(units, v, layer) for v in graphs}
+        known = {v: (graphs[v], found) for v, found in labels.items() if found is not None}
+        if known:
+            figures[(f"layer {layer}",)] = plots.adjacency_figure(known)
+    if figures:
+        panels += _panel(
+            "The graph, ordered by community",
+            "Squares on the diagonal are communities, ordered by size; weight outside them is "
+            "carried by bridges.",
+            "Adjacency matrix of the unit graph with its communities outlined.",
+            figures,
+            ("Layer",),
+        )
+    else:
+        notes += ("This run kept no adjacency matrices.",)
+    if not units.empty:
+        everyone = sorted(int(i) for i in units["layer"].unique())
+        layers = _thinned(everyone, int(units.groupby("layer").size().max()))
+        panels += _panel(
+            "Cartography of units",
+            "To the right, units whose edges spread over many communities; at the top, hubs of "
+            "their own. Outlined markers are bridge units, the strongest by number. Colour is the "
+            "gain of J on a unit: if topology predicts gain, colours change from left to right.",
+            "Scatter of participation and within-community degree of every unit.",
+            {
+                (f"layer {i}",): plots.cartography_table_figure(units[units["layer"] == i])
+                for i in layers
+            },
+            ("Layer",),
+            slider="Layer",
+        )
+        notes += _shown(layers, everyone) + _isolated(units)
+    tables = () if communities.empty else (numbers("Communities by layer", communities),)
+    return Section(
+        "communities",
+        "Communities and bridges",
+        lead,
+        panels,
+        tables,
+        notes + _missing_control(units if communities.empty else communities),
+    )
+
+
+def _labels(units: pd.DataFrame, variant: str, layer: int) -> Any:
+    if units.empty or "community" not in units:
+        return None
+    rows = of_variant(units, variant)
+    rows = rows[rows["layer"] == layer].sort_values("unit")
+    labels = column(rows, "community")
+    return None if rows.empty else np.where(np.isfinite(labels), labels, -1).astype(int)
+
+
+def _isolated(units: pd.DataFrame) -> tuple[str, ...]:
+    rows = of_variant(units, variants(units)[0])
+    lost = int(rows["participation"].isna().sum())
+    if not lost:
+        return ()
+    share = lost / len(rows)
+    return (
+        f"{lost:,} of {len(rows):,} unit × layer pairs ({share:.1%}) have no edges: their "
+        "participation is undefined and they are not drawn.",
+    )
+
+
+def coupling(run: Any) -> Section:
+    """Does topology predict gain, and does its sign follow the operator?"""
+    table, trend = table_of(run, "coupling"), table_of(run, "trend")
+    spectra = table_of(run, "spectra")
+    lead = (
+        "Does a unit's place in the graph predict whether the block amplifies it, and does the "
+        "sign of that coupling follow the block's character from rotational to symmetric?"
+    )
+    if table.empty:
+        return _empty("coupling", "Coupling", lead, "This run has no couplings.")
+    panels = _panel(
+        "Coupling at every layer",
+        "Each point is one block: above zero, bridge units are amplified; below, suppressed. "
+        "Filled: q < 0.05 over all layers. Dashes: before the confounds were partialled out. "
+        "Effects at a single layer are small; the trend below is the question.",
+        f"Coupling with 95 % intervals by layer for {_spoken(table)}.",
+        {(): plots.coupling_layers_figure(table)},
+        (),
+    )
+    notes: tuple[str, ...] = ()
+    if not spectra.empty and table["layer"].nunique() > 2:
+        figure = plots.character_figure(table, spectra, trend=trend)
+        if figure.data:
+            panels += _panel(
+                "Coupling against character",
+                "Numbers are layers. Left, blocks whose update is nearer to symmetric; right, "
+                "nearer to random or rotational (0.5). A line is drawn only where the interval of "
+                "the trend excludes zero.",
+                "Scatter of coupling against antisymmetric energy, one point per layer.",
+                {(): figure},
+                (),
+            )
+    else:
+        notes += ("A trend over layers needs at least three layers.",)
+    tables = [numbers("Coupling by layer", table)]
+    if not trend.empty:
+        panels += _panel(
+            "Does the answer depend on the measure?",
+            "The same trend for other measures of character. An effect that only one row shows is "
+            "an effect of that choice. Filled: the 95 % interval excludes zero.",
+            "Forest plot of the trend for several measures of character.",
+            {(): plots.trend_table_figure(trend)},
+            (),
+        )
+        tables.append(numbers("Trend over layers", trend))
+    return Section(
+        "coupling", "Coupling", lead, panels, tuple(tables), notes + _missing_control(table)
+    )
+
+
+def _panel(
+    title: str,
+    caption: str,
+    alt: str,
+    figures: Figures,
+    names: tuple[str, ...],
+    *,
+    slider: str = "",
+) -> tuple[Panel, ...]:
+    """A panel with a switch for each real choice; no panel at all without figures."""
+    if not figures:
+        return ()
+    options = [tuple(dict.fromkeys(key[i] for key in figures)) for i in range(len(names))]
+    varying = [i for i, found in enumerate(options) if len(found) > 1]
+    switches = tuple(
+        Switch(names[i], options[i], slider=names[i] == slider and len(options[i]) > 3)
+        for i in varying
+    )
+    kept = {tuple(key[i] for i in varying): figure for key, figure in figures.items()}
+    return (Panel(title, caption, alt, kept, switches),)
+
+
+def _empty(identity: str, title: str, lead: str, note: str) -> Section:
+    return Section(identity, title, lead, notes=(note,))
+
+
+def _options(table: pd.DataFrame, name: str, known: Mapping[str, str]) -> list[str]:
+    """Values of a column in the order of ``known``; its first where there is no such column."""
+    if name not in table:
+        return [next(iter(known))]
+    return [value for value in known if (table[name] == value).any()]
+
+
+def _by_layer(arrays: Mapping[str, Any], kind: str) -> dict[int, dict[str, Any]]:
+    """``kind/variant/layer`` → layer → variant → array, the trained model first."""
+    found: dict[int, dict[str, Any]] = {}
+    for key in sorted(arrays, key=lambda name: "/trained/" not in name):
+        if key.startswith(f"{kind}/"):
+            _, variant, layer = key.split("/")
+            found.setdefault(int(layer), {})[variant] = arrays[key]
+    return found
+
+
+def _thinned(layers: list[int], points_per_layer: int) -> list[int]:
+    """Evenly spread layers, first and last included, within the page's budget of points."""
+    most = max(2, _MAX_POINTS // max(1, points_per_layer))
+    if len(layers) <= most:
+        return layers
+    chosen = np.unique(np.linspace(0, len(layers) - 1, most).round().astype(int))
+    return [layers[i] for i in chosen]
+
+
+def _shown(layers: list[int], everyone: Any) -> tuple[str, ...]:
+    if len(layers) == len(everyone):
+        return ()
+    return (
+        f"{len(layers)} of {len(everyone)} layers can be chosen here, to keep this page light; "
+        "the run directory has all of them.",
+    )
+
+
+def _missing_control(table: pd.DataFrame) -> tuple[str, ...]:
+    if table.empty or "control" in variants(table):
+        return ()
+    return (
+        "This run has no control model, so that nothing here can be called learned. Add one with "
+        "--control random-init.",
+    )
+
+
+def _single_layer(table: pd.DataFrame) -> tuple[str, ...]:
+    one = "layer" in table and table["layer"].nunique() == 1
+    return ("This run looked at one layer: there is no gradient over depth to see.",) if one else ()
+
+
+def _spoken(table: pd.DataFrame) -> str:
+    return " and ".join(variants(table))
+
+
+def words_of_findings(run: Any) -> Iterator[dict[str, str]]:
+    """The findings, each with a class for its verdict."""
+    table = run.findings
+    for row in [] if table is None else table.to_dict("records"):
+        cells = {str(name): show(value) for name, value in row.items()}
+        cells["kind"] = cells.get("verdict", "cannot tell").replace(" ", "-")
+        yield cells
