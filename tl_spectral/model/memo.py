@@ -6,15 +6,30 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
+_FEW = 16
 FactT = TypeVar("FactT")
 _facts: weakref.WeakKeyDictionary[Any, dict[str, tuple[object, Any]]] = weakref.WeakKeyDictionary()
 
 
 def remembered(model: Any, what: str, find: Callable[[], FactT]) -> FactT:
     """Return the fact found earlier, or find it; a fact must not refer to the model itself."""
-    state = tuple((id(p), p.data_ptr(), p._version) for p in model.parameters())
+    state = tuple(map(_trace_of_writes, model.parameters()))
     kept = _facts.setdefault(model, {})
     if what not in kept or kept[what][0] != state:
         kept[what] = (state, find())
     fact: FactT = kept[what][1]
     return fact
+
+
+def _trace_of_writes(parameter: torch.Tensor) -> tuple[object, ...]:
+    """What changes when a parameter is replaced or written to.
+
+    A write through ``parameter.data`` leaves the version as it is, so a few values are looked at:
+    scaling, re-initialising and low-rank edits show in them, an edit of one entry by that
+    route may not.
+    """
+    flat = parameter.detach().reshape(-1)
+    few = flat[:: max(1, flat.numel() // _FEW)].double().cpu()
+    return (id(parameter), parameter.data_ptr(), parameter._version, few.numpy().tobytes())
