@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_spectral.model import ModelView, Site
+from tl_spectral.model.gradients import differentiable
 from tl_spectral.model.view import StopForward
 
 # A cotangent's backward pass holds about this many floats per d_model and position at once: the
@@ -113,7 +114,7 @@ def trace(
         hooks[begin] = cut(begin, route.start)
     # The deepest target ends the pass, whatever the order that the routes were asked for in.
     last = names[max(range(len(routes)), key=lambda i: routes[i].stop)][1]
-    with torch.enable_grad(), view.frozen():
+    with differentiable(), view.frozen():
         view.run(tokens, hooks, cache=cache)
         graphs = []
         for route, (source, target) in zip(routes, names, strict=True):
@@ -139,9 +140,10 @@ def pull_back(
         graph: From :func:`trace`; it is kept for further calls.
         cotangents: One vector per cotangent and sample.
     """
-    (gradient,) = torch.autograd.grad(
-        graph.target, graph.source, cotangents, is_grads_batched=True, retain_graph=True
-    )
+    with differentiable():
+        (gradient,) = torch.autograd.grad(
+            graph.target, graph.source, cotangents, is_grads_batched=True, retain_graph=True
+        )
     n, samples, d_model = cotangents.shape
     rows = gradient.reshape(n, samples, graph.n_pos, d_model)[:, :, graph.source_pos]
     return rows + cotangents if graph.plus_identity else rows

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tl_spectral.errors import InputError
 from tl_spectral.jacobian.engine import Graph, jacobian_of, pull_back
+from tl_spectral.model.gradients import differentiable
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -77,7 +78,7 @@ class JacobianOperator:
 
     def _push(self, columns: Float[Tensor, "k d_model"]) -> Float[Tensor, "k d_model"]:
         graph = self._graph
-        with torch.enable_grad():
+        with differentiable():
             v = torch.zeros_like(graph.target, requires_grad=True)
             (gradient,) = torch.autograd.grad(graph.target, graph.source, v, create_graph=True)
             row = gradient.reshape(-1, graph.n_pos, self.shape[0])[0, graph.source_pos]

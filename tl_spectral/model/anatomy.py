@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_spectral.model.gradients import differentiable
+
 if TYPE_CHECKING:
     from tl_spectral.model.view import ModelView
 
@@ -60,7 +62,7 @@ def dissect(view: ModelView) -> tuple[BlockAnatomy, ...]:
         for part in ("ln1.hook_in", "ln1.hook_out", "ln2.hook_in", "mlp.hook_in", "hook_out"):
             if f"{block}.{part}" in view.model.hook_dict:
                 hooks[f"{block}.{part}"] = record(f"{block}.{part}")
-    with torch.enable_grad():
+    with differentiable():
         token = min(5, view.n_vocab - 1)  # an ordinary one: 0 to 4 are often special
         view.run(torch.full((1, 1), token), hooks)
     return tuple(_describe(view, layer, seen) for layer in range(view.n_layers))

@@ -28,6 +28,7 @@ from tl_spectral.errors import (
 )
 from tl_spectral.model.anatomy import BlockAnatomy, dissect
 from tl_spectral.model.fingerprint import weights_fingerprint
+from tl_spectral.model.gradients import differentiable
 from tl_spectral.model.memo import remembered
 from tl_spectral.results import Provenance
 
@@ -55,6 +56,11 @@ class ModelView:
     def __init__(self, model: Any) -> None:
         _require_bridge(model)
         _require_eval(model)
+        if any(parameter.is_inference() for parameter in model.parameters()):
+            raise ModelStateError(
+                f"{model.cfg.model_name} was loaded inside torch.inference_mode(), which bars its "
+                "weights from every derivative. Load it outside."
+            )
         self.source = model
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.fingerprint: str = remembered(model, "hash", lambda: weights_fingerprint(model))
@@ -409,4 +415,5 @@ def _float32_copy(model: Any) -> Any:
         TLSpectralWarning,
         stacklevel=4,
     )
-    return remembered(model, "float32", lambda: copy.deepcopy(model).to(torch.float32))
+    with differentiable():
+        return remembered(model, "float32", lambda: copy.deepcopy(model).to(torch.float32))
