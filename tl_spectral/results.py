@@ -116,6 +116,8 @@ class Result:
                 tensors[name] = plain
             elif isinstance(value, Provenance):
                 values[spec.name] = {f.name: getattr(value, f.name) for f in fields(value)}
+            elif isinstance(value, complex):
+                values[spec.name] = {_COMPLEX: [value.real, value.imag]}
             else:
                 values[spec.name] = value
         document = {"type": type(self).__name__, "values": values}
@@ -152,6 +154,8 @@ class Result:
         for name, value in values.items():
             if isinstance(value, list):
                 values[name] = _as_tuple(value)
+            elif isinstance(value, dict) and set(value) == {_COMPLEX}:
+                values[name] = complex(*value[_COMPLEX])
         for name, tensor in tensors.items():
             if name.startswith(_COMPLEX):
                 values[name.removeprefix(_COMPLEX)] = torch.view_as_complex(tensor)
