@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import tempfile
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -106,20 +106,29 @@ class Result:
 
         Returns:
             The path written.
+
+        Raises:
+            InputError: If a field holds something that would not come back as it was.
         """
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
+        memory: set[int] = set()
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, Tensor):
                 name, plain = _encode(spec.name, value)
+                if plain.untyped_storage().data_ptr() in memory:  # safetensors refuses shared ones
+                    plain = plain.clone()
+                memory.add(plain.untyped_storage().data_ptr())
                 tensors[name] = plain
             elif isinstance(value, Provenance):
-                values[spec.name] = {f.name: getattr(value, f.name) for f in fields(value)}
+                values[spec.name] = {
+                    f.name: _plain(getattr(value, f.name), f.name) for f in fields(value)
+                }
             elif isinstance(value, complex):
                 values[spec.name] = {_COMPLEX: [value.real, value.imag]}
             else:
-                values[spec.name] = value
+                values[spec.name] = _plain(value, spec.name)
         document = {"type": type(self).__name__, "values": values}
         document["sha256"] = _digest(tensors, document)
         header = {_HEADER: json.dumps(document, sort_keys=True, ensure_ascii=False)}
@@ -150,12 +159,20 @@ class Result:
                 f"Load it with that class."
             )
         values = dict(document["values"])
-        values["provenance"] = Provenance(**values["provenance"])
+        names = {name.removeprefix(_COMPLEX) for name in tensors} | set(values)
+        if names != {spec.name for spec in fields(cls)}:
+            raise CorruptResultError(
+                f"{path} was written by another version of tl_spectral: its {cls.__name__} has the "
+                f"fields {sorted(names)}. Compute it again with this one."
+            )
+        values["provenance"] = Provenance(
+            **{name: _as_tuple(value) for name, value in values["provenance"].items()}
+        )
         for name, value in values.items():
-            if isinstance(value, list):
-                values[name] = _as_tuple(value)
-            elif isinstance(value, dict) and set(value) == {_COMPLEX}:
+            if isinstance(value, dict) and set(value) == {_COMPLEX}:
                 values[name] = complex(*value[_COMPLEX])
+            else:
+                values[name] = _as_tuple(value)
         for name, tensor in tensors.items():
             if name.startswith(_COMPLEX):
                 values[name.removeprefix(_COMPLEX)] = torch.view_as_complex(tensor)
@@ -167,20 +184,21 @@ class Result:
 def write_atomically(target: Path, data: bytes) -> None:
     """Write a file so that a reader, or a killed process, never leaves half of it behind."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    # Not tempfile: its files are readable by their owner alone, and stay so after the rename.
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}"
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def _encode(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach().cpu().resolve_neg()
     if tensor.is_complex():  # safetensors has no complex128
         return _COMPLEX + name, torch.view_as_real(tensor.resolve_conj()).contiguous()
     return name, tensor.contiguous()
@@ -214,5 +232,21 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, document
 
 
+def _plain(value: Any, where: str) -> Any:
+    """The value, if JSON gives it back unchanged (sequences come back as tuples)."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(item, where) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    raise InputError(
+        f"{where} is a {type(value).__name__} ({value!r}), which a results file cannot hold: use "
+        "tensors, Python numbers, strings, tuples, or dicts with string keys."
+    )
+
+
 def _as_tuple(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_tuple(item) for key, item in value.items()}
     return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
