@@ -115,11 +115,12 @@ def _place(start: Tensor, middle: Tensor, end: Tensor) -> Literal["stream", "bra
     return None
 
 
-def _measure_gain(norm: torch.nn.Module, like: Tensor) -> Float[Tensor, " d_model"]:
+def _measure_gain(norm: torch.nn.Module, like: Tensor) -> Float[Tensor, " d_model"] | None:
     """The gain as the norm applies it: half the difference of its outputs at ±x, over x.
 
     x alternates ±1 (scaled up against the norm's epsilon) and has mean 0 and mean square 1, so it
     survives both kinds of norm; this reads a plain weight, Gemma's 1 + w and folded norms alike.
+    What grows with its input (an identity in a norm's place) is no norm: ``None``.
     """
     x = torch.ones_like(like)
     x[..., 1::2] = -1
@@ -128,6 +129,8 @@ def _measure_gain(norm: torch.nn.Module, like: Tensor) -> Float[Tensor, " d_mode
         x[..., -2] = 1
         x /= x.square().mean().sqrt()
     with torch.no_grad():
-        up, down = norm(x * 1e3), norm(x * -1e3)
+        up, down, further = norm(x * 1e3), norm(x * -1e3), norm(x * 2e3)
+        if not torch.allclose(up, further, rtol=1e-3, atol=1e-4):
+            return None
         gain: Tensor = ((up - down) / (2 * x)).reshape(-1).float().cpu()
     return gain
