@@ -43,8 +43,8 @@ def synthetic_run(
                 arrays[f"adjacency/{variant}/{layer}"] = edges
             tables["coupling"].append(_coupling(rng, variant, layer, depth, trained, samples))
             size = 0.4 + 0.4 * (1 - depth) * trained
-            ginibre = rng.standard_normal((d, d)) / np.sqrt(d)
-            arrays[f"eigenvalues/{variant}/{layer}"] = np.linalg.eigvals(np.eye(d) + size * ginibre)
+            disc = np.sqrt(rng.random(d)) * np.exp(2j * np.pi * rng.random(d))
+            arrays[f"eigenvalues/{variant}/{layer}"] = 1 + size * disc
         tables["chain"] += _chain(rng, variant, layers, d, samples, trained)
     frames = {name: pd.DataFrame(rows) for name, rows in tables.items()}
     frames["trend"] = _trend(variants, len(layers))
@@ -194,9 +194,9 @@ def _graph(rng, variant, layer, d):
     labels = rng.integers(0, 6, d)
     participation = np.clip(rng.beta(2, 2.5, d), 0, 0.83)
     bridge = participation > np.quantile(participation, 0.9)
-    pairs = np.array([(i, j) for i in range(d) for j in range(i + 1, d)])
+    pairs = np.stack(np.triu_indices(d, 1), axis=1)
     same = labels[pairs[:, 0]] == labels[pairs[:, 1]]
-    keep = rng.random(len(pairs)) < np.where(same, 0.5, 0.04)
+    keep = rng.random(len(pairs)) < np.where(same, 24 / d, 2 / d)
     edges = {
         "row": pairs[keep, 0],
         "col": pairs[keep, 1],

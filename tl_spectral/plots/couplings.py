@@ -88,7 +88,7 @@ def coupling_figure(coupling: Any, *, template: Any = None) -> go.Figure:
         narrow_row_height=260,
         x_title="",
     )
-    fig.add_vline(x=0, xref="x2", yref="y2 domain", line={"color": theme.MUTED, "width": 1})
+    fig.add_shape(theme.upright(0.0, panel=1))
     return fig.update_layout(
         xaxis={"title": {"text": "participation P"}},
         yaxis={"title": {"text": "log gain, median = 0"}},
@@ -129,7 +129,7 @@ def coupling_layers_figure(table: pd.DataFrame, *, template: Any = None) -> go.F
             _layer_points(fig, rows, variant, panel, (value, low, high, q), shift)
             if value == "unit_rho":
                 _raw_marks(fig, rows, variant, panel, shift)
-        fig.add_shape(theme.level(0, panel=panel, colour=theme.MUTED))
+        fig.add_shape(theme.level(0.0, panel=panel))
         number = "" if panel == 0 else str(panel + 1)
         quiet = {"zeroline": False, "nticks": 8, "showgrid": False}
         fig.update_layout({f"xaxis{number}": quiet, f"yaxis{number}": {"nticks": 6}})
@@ -252,7 +252,7 @@ def character_figure(
         _character_points(fig, x, y, layers, variant, panel, interval=interval)
         if found is not None and found["low"] * found["high"] > 0:
             _least_squares(fig, x, y, variant, panel)
-        fig.add_shape(theme.level(0, panel=panel, colour=theme.MUTED))
+        fig.add_shape(theme.level(0.0, panel=panel))
         number = "" if panel == 0 else str(panel + 1)
         fig.update_layout({f"xaxis{number}": {"zeroline": False, "nticks": 7}})
         said = "" if found is None else _interval(found["rho"], found["low"], found["high"])
@@ -313,7 +313,7 @@ def _character_points(
             "symmetric": False,
             "array": theme.small(high - y),
             "arrayminus": theme.small(y - low),
-            "color": theme.GRID,
+            "color": theme.FAINT,
             "thickness": 1.2,
             "width": 0,
         }
@@ -372,7 +372,7 @@ def trend_figure(trend: Any, *, template: Any = None) -> go.Figure:
     low, high = trend.interval
     if low * high > 0:
         _least_squares(fig, x, y, "trained", 0)
-    fig.add_shape(theme.level(0, colour=theme.MUTED))
+    fig.add_shape(theme.level(0.0))
     name = str(trend.name).replace("_", " ")
     theme.arrange(
         fig,
@@ -441,7 +441,7 @@ def trend_table_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figur
         narrow_row_height=38 * len(choices) + 20,
         x_title="",
     )
-    fig.add_vline(x=0, line={"color": theme.MUTED, "width": 1}, layer="below")
+    fig.add_shape(theme.upright(0.0))
     fig.update_layout(
         xaxis={"range": [-1.05, 1.05], "zeroline": False},
         yaxis={

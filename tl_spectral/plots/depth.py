@@ -27,12 +27,14 @@ def chain_figure(chain: Any, *, template: Any = None) -> go.Figure:
     for values, name, dash in (
         (chain.effective_rank, "effective rank", "solid"),
         (chain.participation_ratio, "participation ratio", "dash"),
+        (chain.baseline_effective_rank, "effective rank of random matrices", "dot"),
     ):
+        colour = theme.BASELINE if dash == "dot" else theme.BLUE
         fig.add_scatter(
             x=layers,
             y=theme.small(theme.as_array(values)),
-            mode="lines+markers",
-            line={"color": theme.BLUE, "width": 2, "dash": dash},
+            mode="lines+markers" if len(layers) <= 16 else "lines",
+            line={"color": colour, "width": 2, "dash": dash},
             marker={"size": 5},
             name=name,
             hovertemplate=f"through layer %{{x}}<br>{name} %{{y:.2f}}<extra></extra>",

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 BLUE, SKY, VERMILLION, ORANGE = "#0072B2", "#56B4E9", "#D55E00", "#E69F00"
 GREEN, PURPLE = "#009E73", "#CC79A7"
 INK, MUTED, GRID, SURFACE, NEUTRAL = "#1B1F24", "#5B6470", "#E4E7EB", "#FFFFFF", "#F0F1F3"
-BASELINE, DEEP = "#7C8591", "#06304A"
+BASELINE, FAINT, DEEP = "#7C8591", "#C2C8CF", "#06304A"
 
 VARIANT_COLOURS = {"trained": BLUE, "control": VERMILLION}
 OPERATOR_DASH = {"J": "solid", "R": "dash"}
@@ -34,6 +34,7 @@ DARK = {
     SURFACE: "#161A20",
     NEUTRAL: "#272E37",
     BASELINE: "#929CA9",
+    FAINT: "#4A5462",
     DEEP: "#E3F3FD",
     BLUE: SKY,
     SKY: "#2A7FB0",
@@ -297,18 +298,16 @@ def log_ticks(values: ArrayLike) -> dict[str, Any]:
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
-def level(
-    y: float, *, panel: int = 0, colour: str = BASELINE, dash: str = "solid"
-) -> dict[str, Any]:
+def level(y: float, *, panel: int = 0) -> dict[str, Any]:
     """A horizontal reference line across one panel, as a layout shape."""
-    return {
-        "type": "line",
-        "x0": 0,
-        "x1": 1,
-        "xref": f"{axis('x', panel)} domain",
-        "y0": y,
-        "y1": y,
-        "yref": axis("y", panel),
-        "line": {"color": colour, "width": 1, "dash": dash},
-        "layer": "below",
-    }
+    place = {"x0": 0, "x1": 1, "xref": f"{axis('x', panel)} domain"}
+    return _REFERENCE | place | {"y0": y, "y1": y, "yref": axis("y", panel)}
+
+
+def upright(x: float, *, panel: int = 0) -> dict[str, Any]:
+    """A vertical reference line across one panel, as a layout shape."""
+    place = {"y0": 0, "y1": 1, "yref": f"{axis('y', panel)} domain"}
+    return _REFERENCE | place | {"x0": x, "x1": x, "xref": axis("x", panel)}
+
+
+_REFERENCE = {"type": "line", "line": {"color": MUTED, "width": 1}, "layer": "below"}

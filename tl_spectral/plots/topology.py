@@ -68,7 +68,7 @@ def adjacency_figure(
         n_edges = len(theme.as_array(edges["weight"]))
         unit = f"{count} communities, {n_edges:,} edges" if count > 1 else f"{n_edges:,} edges"
         titles.append(theme.titled(title, unit))
-    fig.update_layout(coloraxis=theme.colour_axis(0, 100, diverging=False, shown=False))
+    fig.update_layout(coloraxis=theme.colour_axis(0.0, 100.0, diverging=False, shown=False))
     theme.arrange(
         fig,
         titles,
@@ -265,7 +265,7 @@ def cartography_table_figure(table: pd.DataFrame, *, template: Any = None) -> go
     bottom = min(-1.0, float(np.nanmin(z, initial=0)) * 1.12)
     for panel, variant in enumerate(names):
         rows = of_variant(table, variant)
-        bridge = rows["is_bridge"].fillna(False).astype(bool)
+        bridge = rows["is_bridge"].eq(True)
         _role_borders(fig, panel, bottom, top)
         for chosen, is_bridge in ((rows[~bridge], False), (rows[bridge], True)):
             _units(fig, chosen, panel, is_bridge=is_bridge, coloured=extent > 0)
@@ -315,17 +315,21 @@ def _units(
         "width": 1.2 if is_bridge else 0.6,
         "color": theme.INK if is_bridge else theme.BASELINE,
     }
-    roles = rows["role"].astype(str).tolist() if "role" in rows else [""] * len(rows)
+    # the regions are labelled, so that only bridges repeat their role: a page has 10⁵ units
+    named = is_bridge and "role" in rows
+    units = column(rows, "unit")
     fig.add_scatter(
         x=theme.small(column(rows, "participation")),
         y=theme.small(column(rows, "within_z")),
-        customdata=column(rows, "unit").astype(np.int32),
-        text=roles,
+        customdata=units.astype(np.uint16 if units.max() < 2**16 else np.int32),
+        text=rows["role"].fillna("").astype(str).tolist() if named else None,
         mode="markers",
         marker=marker | {"line": line, "opacity": 1.0 if is_bridge else 0.75},
         showlegend=False,
         hovertemplate=(
-            "<b>unit %{customdata}</b> · %{text}<br>P = %{x:.3f}, z = %{y:.2f}"
+            "<b>unit %{customdata}</b>"
+            + (" · %{text}" if named else "")
+            + "<br>P = %{x:.3f}, z = %{y:.2f}"
             + ("<br>log gain %{marker.color:.3f}" if coloured else "")
             + "<extra></extra>"
         ),
@@ -366,9 +370,21 @@ def _unit_names(best: pd.DataFrame, panel: int) -> list[dict[str, Any]]:
 def _role_borders(fig: go.Figure, panel: int, bottom: float, top: float) -> None:
     """The borders between the roles of Guimera & Amaral: hubs above, kinless to the right."""
     x, y = theme.axis("x", panel), theme.axis("y", panel)
-    line = {"color": theme.GRID, "width": 1}
+    line = {"color": theme.BASELINE, "width": 0.8, "dash": "dot"}
     shapes = [{"x0": 0, "x1": 1, "y0": HUB_Z, "y1": HUB_Z}]
     shapes += [{"x0": p, "x1": p, "y0": bottom, "y1": HUB_Z} for p in ROLE_BORDERS[0]]
     shapes += [{"x0": p, "x1": p, "y0": HUB_Z, "y1": top} for p in ROLE_BORDERS[1]]
     for shape in shapes:
         fig.add_shape(type="line", xref=x, yref=y, line=line, layer="below", **shape)
+    fig.add_scatter(
+        x=[0.335, 0.71, 0.9, 0.0],
+        y=[HUB_Z - 0.02 * (top - bottom)] * 3 + [top],
+        text=["peripheral", "connector", "kinless", "hubs"],
+        textposition=["bottom center"] * 3 + ["bottom right"],
+        textfont={"size": 10, "color": theme.MUTED},
+        mode="text",
+        hoverinfo="skip",
+        showlegend=False,
+        xaxis=x,
+        yaxis=y,
+    )

@@ -13,6 +13,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
+from tl_spectral.metrics import METRICS
 from tl_spectral.plots.tables import variants
 from tl_spectral.plots.theme import DARK
 from tl_spectral.report.page import Numbers, show
@@ -81,11 +82,13 @@ def _facts(run: Any) -> dict[str, str]:
 
 
 def _definitions() -> Numbers:
-    """What each metric means, and its baseline."""
-    from tl_spectral.spectrum import METRICS
-
-    rows = tuple((name.replace("_", " "), str(text)) for name, text in METRICS.items())
-    return Numbers("Metrics of one operator", ("metric", "definition"), rows)
+    """What each metric means, where it is from, and what a random matrix gives."""
+    rows = tuple(
+        (name.replace("_", " "), metric.definition, metric.baseline, metric.source)
+        for name, metric in METRICS.items()
+    )
+    head = ("metric", "definition", "random matrix", "source")
+    return Numbers("Metrics of one operator", head, rows)
 
 
 def _provenance(run: Any) -> dict[str, str]:

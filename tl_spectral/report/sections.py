@@ -21,7 +21,7 @@ from tl_spectral.report.page import Numbers, Panel, Section, Switch, numbers, sh
 
 Figures = dict[tuple[str, ...], go.Figure]
 
-_MAX_POINTS = 120_000  # per slider: beyond this, layers are thinned to keep the page light
+_MAX_POINTS = 60_000  # per slider: beyond this, layers are thinned to keep the page light
 _UNITS = {"natural": "natural", "raw": "raw"}
 _ESTIMATES = {"per_sample": "each sample, averaged", "mean_jacobian": "mean Jacobian"}
 _METRIC_SETS = {"character": CHARACTER, "size and rank": SIZE}
