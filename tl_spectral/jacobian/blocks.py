@@ -191,7 +191,7 @@ class _Plan:
     """A checked request: everything is known to exist before the first forward pass."""
 
     view: ModelView
-    rows: list[Int[Tensor, " pos"]]
+    rows: list[Int[Tensor, " _"]]
     routes: tuple[Route, ...]
     pos: int
     source_pos: int

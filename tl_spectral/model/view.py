@@ -160,7 +160,7 @@ class ModelView:
 
     # ------------------------------------------------------------------ texts
 
-    def tokens(self, texts: Any) -> list[Int[Tensor, " pos"]]:
+    def tokens(self, texts: Any) -> list[Int[Tensor, " _"]]:
         """Token ids of each text, on the CPU, never padded and never truncated.
 
         Args:
@@ -353,7 +353,7 @@ def hash_tokens(tokens: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def by_length(tokens: Sequence[Int[Tensor, " pos"]]) -> dict[int, list[int]]:
+def by_length(tokens: Sequence[Int[Tensor, " _"]]) -> dict[int, list[int]]:
     """Indices of the texts of each length: texts of one length form a batch without padding."""
     groups: dict[int, list[int]] = {}
     for index, row in enumerate(tokens):
