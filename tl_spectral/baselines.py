@@ -199,5 +199,7 @@ def _share_outside_unit_circle(r: float) -> float:
     """Share of the disc of radius r around 1 that lies outside the unit circle."""
     if r >= 2:
         return 1 - r**-2
-    lens = r**2 * math.acos(r / 2) + math.acos(1 - r**2 / 2) - r / 2 * math.sqrt((2 - r) * (2 + r))
+    if r < 1e-3:  # the lens below cancels; the next term is O(r³)
+        return 0.5 + r / (3 * math.pi)
+    lens = r**2 * math.acos(r / 2) + 2 * math.asin(r / 2) - r / 2 * math.sqrt((2 - r) * (2 + r))
     return 1 - lens / (math.pi * r**2)

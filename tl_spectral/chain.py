@@ -43,7 +43,8 @@ class ChainResult(Result):
         effective_rank: ``exp(−Σ p ln p)``, ``p = σ²/Σσ²``.
         participation_ratio: ``(Σσ²)²/Σσ⁴``.
         log_singular_values: Natural logarithms of the k largest. NaN beyond the resolved rank
-            unless refined: below ``d·eps·σ₁`` the product holds rounding error only.
+            unless refined: below ``d·eps·σ₁`` the product holds rounding error only. Above, the
+            error of log σ is about ``d·eps·σ₁/σ``.
         log_frobenius: Natural logarithm of ‖P‖_F.
         resolved_rank: Number of singular values above ``d·eps·σ₁``.
         refinement_error: Largest change of a refined log σ in the last sweep; NaN where nothing
@@ -110,7 +111,7 @@ def chain(
     tokens: Any = None,
     *,
     k: int = 10,
-    surgery: Surgery | None = None,
+    surgery: Surgery | str | None = None,
     seed: int = 0,
     truncate: int | None = None,
     refine: int = 0,
@@ -232,12 +233,16 @@ class _Frame:
 
     kept: Int[np.ndarray, " kept"]
     std: Float[np.ndarray, " kept"]
-    n_dropped: int
+    d: int
+
+    @property
+    def n_dropped(self) -> int:
+        return self.d - len(self.kept)
 
     @classmethod
     def at(cls, scales: Sequence[Any] | None, depth: int, d: int) -> _Frame:
         if scales is None:
-            return cls(np.arange(d), np.ones(d), 0)
+            return cls(np.arange(d), np.ones(d), d)
         if depth >= len(scales):
             raise InputError(
                 f"scales holds {len(scales)} vectors, but the chain is longer: one of the first "
@@ -246,7 +251,7 @@ class _Frame:
         kept, std = checked_scale(scales[depth], d)
         if len(kept) == 0:
             raise InputError(f"No coordinate varies in scales[{depth}]; pass more samples.")
-        return cls(kept, std, d - len(kept))
+        return cls(kept, std, d)
 
 
 class _Product:
@@ -255,11 +260,11 @@ class _Product:
     def __init__(self, truncate: int | None) -> None:
         self.truncate = truncate
         self.exponent = 0
-        self.values: np.ndarray | None = None
+        self.values: np.ndarray = np.ones((1, 1))  # the empty product; the first factor replaces it
 
     def multiply(self, factor: Float[np.ndarray, "d d"]) -> None:
         """Put a factor on the left."""
-        values = factor if self.values is None else factor @ self.values
+        values = factor @ self.values if len(self.values) == len(factor) else factor
         exponent = int(np.frexp(np.abs(values).max())[1])
         values = np.ldexp(values, -exponent)
         if self.truncate is not None and self.truncate < len(values):
@@ -270,7 +275,6 @@ class _Product:
 
     def measure(self, entry: _Frame, exit_: _Frame, k: int, layer: int) -> _Row:
         """Ranks and singular values in the units of the two frames."""
-        assert self.values is not None
         P = self.values[np.ix_(exit_.kept, entry.kept)] / exit_.std[:, None] * entry.std
         sigma = np.linalg.svd(P, compute_uv=False)
         if sigma[0] == 0:
@@ -282,7 +286,7 @@ class _Product:
         if self.truncate is not None:
             resolved = min(resolved, self.truncate)
         energy = sigma**2 / np.sum(sigma**2)
-        log_sigma = np.full(min(k, len(sigma)), math.nan)
+        log_sigma = np.full(min(k, len(self.values)), math.nan)
         known = min(len(log_sigma), resolved)
         log_sigma[:known] = np.log(sigma[:known]) + self.exponent * math.log(2)
         return _Row(
@@ -302,13 +306,13 @@ def _refined(
     Each sweep is a QR factorisation carried through the factors, followed by a transposition:
     orthogonal iteration on PᵀP and PPᵀ in turn, in which no small number meets a large one.
     """
-    k, known = len(row.log_sigma), row.resolved
+    rank = min(len(entry.kept), len(exit_.kept))
+    k, known = min(len(row.log_sigma), rank), row.resolved
     if known >= k:
         return row
     links = list(factors)
     links[0] = links[0][:, entry.kept] * entry.std
     links[-1] = links[-1][exit_.kept] / exit_.std[:, None]
-    rank = min(len(entry.kept), len(exit_.kept))
     estimate = np.full(k, math.nan)
     for _ in range(sweeps):
         Q = np.eye(links[0].shape[1])
@@ -321,10 +325,15 @@ def _refined(
             total = np.sort(np.log(diagonals).sum(axis=0))[::-1]
         previous, estimate = estimate, total[:k]
         links = [R.T for R in reversed(triangles)]
-    log_sigma = np.concatenate([row.log_sigma[:known], estimate[known:]])
-    finite = np.isfinite(estimate[known:])
-    change = np.abs(estimate[known:] - previous[known:])[finite]
-    return replace(row, log_sigma=log_sigma, error=float(change.max()) if finite.any() else 0.0)
+    direct = np.full(k, math.inf)  # error of the log σ of the product itself
+    direct[:known] = max(exit_.d, entry.d) * _EPS * np.exp(row.log_sigma[0] - row.log_sigma[:known])
+    change = np.zeros(k)  # −∞ is exact
+    both = np.isfinite(previous) & np.isfinite(estimate)
+    np.subtract(estimate, previous, out=change, where=both)
+    swept = np.abs(change) < direct
+    log_sigma = row.log_sigma.copy()
+    log_sigma[:k][swept] = estimate[swept]
+    return replace(row, log_sigma=log_sigma, error=float(np.abs(change)[swept].max()))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ Surgery = Literal["normal", "matched", "shuffled", "rotated"]
 
 
 def schur_surgery(
-    M: Any, kind: Surgery = "normal", seed: int = 0
+    M: Any, kind: Surgery | str = "normal", seed: int = 0
 ) -> Float[Tensor, "d_model d_model"]:
     """Replace an operator by its normal part, or by one of the controls of that operation.
 
@@ -55,7 +55,7 @@ def schur_surgery(
 
 
 def operate(
-    M: Float[np.ndarray, "d d"], kind: Surgery, rng: np.random.Generator
+    M: Float[np.ndarray, "d d"], kind: str, rng: np.random.Generator
 ) -> Float[np.ndarray, "d d"]:
     """:func:`schur_surgery` on a checked array."""
     T, Q = scipy.linalg.schur(M, output="real")
