@@ -106,7 +106,9 @@ def embed(fig: go.Figure) -> str:
 
 def show(value: Any) -> str:
     """A cell as a reader wants it: four significant digits, and a dash for what is missing."""
-    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+    if value is None or value is pd.NA or value == "":
+        return "–"
+    if isinstance(value, float) and math.isnan(value):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
