@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import scipy.linalg
@@ -22,6 +22,7 @@ from torch import Tensor
 from tl_spectral.baselines import ginibre_reference, skip_reference
 from tl_spectral.decompose import Eigen, Matrix, checked_scale, departure, singular, to_matrix
 from tl_spectral.errors import InputError
+from tl_spectral.matrix_free import OperatorSpectrum, is_operator, operator_spectrum
 from tl_spectral.metrics import METRICS, Metric
 from tl_spectral.results import Provenance, Result
 
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
 
-__all__ = ["METRICS", "Metric", "Spectrum", "block_spectra", "spectrum"]
+    from tl_spectral.jacobian import JacobianOperator
+
+__all__ = ["METRICS", "Metric", "OperatorSpectrum", "Spectrum", "block_spectra", "spectrum"]
 
 Units = Literal["raw", "natural"]
 
@@ -128,24 +131,47 @@ class Spectrum(Result):
         return spectrum_figure(self)
 
 
+@overload
+def spectrum(
+    M: JacobianOperator,
+    scale: Float[Tensor, " d"] | None = None,
+    *,
+    tol: float | None = None,
+    k: int = 10,
+) -> OperatorSpectrum: ...
+
+
+@overload
 def spectrum(
     M: Any,
     scale: Float[Tensor, " d"] | None = None,
     *,
     tol: float | None = None,
     k: int = 10,
-) -> Spectrum:
+) -> Spectrum: ...
+
+
+def spectrum(
+    M: Any,
+    scale: Float[Tensor, " d"] | None = None,
+    *,
+    tol: float | None = None,
+    k: int = 10,
+) -> Spectrum | OperatorSpectrum:
     """Eigenvalues, singular values and metrics of one operator, in float64 on the CPU.
 
     Args:
         M: A ``[d, d]`` tensor (row = output), a :class:`BlockJacobian`, or a TransformerLens
-            ``FactoredMatrix`` (its zero eigenvalues are then exact, from the small product).
+            ``FactoredMatrix`` (its zero eigenvalues are then exact, from the small product). A
+            :class:`JacobianOperator` or SciPy ``LinearOperator`` is not formed: see
+            :func:`tl_spectral.matrix_free.operator_spectrum` for what can be told then.
         scale: Standard deviation of each coordinate: switches to natural units ``D⁻¹ M D``.
             Coordinates of zero deviation are left out and counted.
         tol: Relative size of an imaginary part that counts; by default 1e-6 for entries that were
             float32 or less, 1e-12 for float64.
         k: Dimension of the subspaces in ``self_alignment`` (at most d, and the inner dimension of a
-            factored matrix; a note says when it was reduced).
+            factored matrix; a note says when it was reduced). Of an operator, also the number of
+            leading eigen- and singular values.
 
     Returns:
         The spectrum.
@@ -154,6 +180,10 @@ def spectrum(
         InputError: If M is not a finite, non-zero, real square matrix with d ≥ 2, or ``scale``
             does not fit it.
     """
+    if is_operator(M):
+        if tol is not None:
+            raise InputError("tol counts complex eigenvalues among all; an operator shows only k.")
+        return operator_spectrum(M, scale, k=k)
     matrix = to_matrix(M).in_units(scale)
     tol = _checked(tol, k, matrix)
     return _measure(matrix, _Shape.of(matrix, Eigen.of(matrix)), tol, k)
