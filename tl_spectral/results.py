@@ -118,14 +118,10 @@ class Result:
         """
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
-        memory: set[int] = set()
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, Tensor):
                 name, plain = _encode(spec.name, value)
-                if plain.untyped_storage().data_ptr() in memory:  # safetensors refuses shared ones
-                    plain = plain.clone()
-                memory.add(plain.untyped_storage().data_ptr())
                 tensors[name] = plain
             elif isinstance(value, Provenance):
                 values[spec.name] = {
@@ -204,10 +200,12 @@ def write_atomically(target: Path, data: bytes) -> None:
 
 
 def _encode(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    tensor = tensor.detach().cpu().resolve_neg()
-    if tensor.is_complex():  # safetensors has no complex128
-        return _COMPLEX + name, torch.view_as_real(tensor.resolve_conj()).contiguous()
-    return name, tensor.contiguous()
+    # A copy: safetensors refuses tensors that share memory. `contiguous` keeps odd strides of one
+    # element.
+    plain = tensor.detach().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    if plain.is_complex():  # safetensors has no complex128
+        return _COMPLEX + name, torch.view_as_real(plain.resolve_conj())
+    return name, plain
 
 
 def _digest(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> str:
