@@ -57,14 +57,15 @@ class ResidualStates(Result):
             InputError: If the cache lacks a residual stream or the position.
         """
         view = ModelView(model)
-        sites: dict[Site, list[Tensor]] = {site: [] for site in SITES}
-        for layer in range(view.n_layers):
-            for site, states in sites.items():
-                if site == "resid_mid" and not view.has_mid:
-                    continue
-                states.append(_from_cache(view, cache, layer, site, pos))
-        stacked = {site: torch.stack(states) for site, states in sites.items() if states}
-        return _build(view, stacked, view.layers(None), int(pos), tokens=None)
+        layers = view.layers(None)
+        sites: list[Site] = ["resid_pre", "resid_post"]
+        if view.has_mid and all(view.hook_name(layer, "resid_mid") in cache for layer in layers):
+            sites.append("resid_mid")
+        stacked = {
+            site: torch.stack([_from_cache(view, cache, layer, site, pos) for layer in layers])
+            for site in sites
+        }
+        return _build(view, stacked, layers, int(pos), tokens=None)
 
     @property
     def n_samples(self) -> int:
