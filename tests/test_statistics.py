@@ -50,6 +50,16 @@ def test_repeated_and_constant_confounds_change_nothing(rng: np.random.Generator
     assert statistics.rank_basis(more).shape == (40, 2)
 
 
+def test_polynomials_of_ranks_remove_what_a_line_leaves(rng: np.random.Generator) -> None:
+    z = rng.normal(size=2000)
+    x, y = z**2 + 0.3 * rng.normal(size=(2, 2000))
+    assert statistics.partial_spearman(x, y, z[None]) > 0.6
+    assert abs(statistics.partial_spearman(x, y, z[None], degree=4)) < 0.1
+    basis = statistics.rank_basis(np.stack([z, z > 0]), degree=3)
+    assert basis.shape == (2000, 1 + 3 + 1)
+    np.testing.assert_allclose(basis.T @ basis, np.eye(5), atol=1e-12)
+
+
 def test_what_the_confounds_explain_entirely_has_no_partial_correlation(
     rng: np.random.Generator,
 ) -> None:

@@ -43,6 +43,7 @@ MASSIVE_RATIO = 10.0  # root mean square of a massive unit, in medians over the 
 MIN_UNITS = 10
 MIN_COMMUNITIES = 4
 MIN_LAYERS = 6
+MAX_DEGREE = 5
 _EXACT_COMMUNITIES = 7  # 7! = 5040 orders are enumerated
 
 
@@ -74,6 +75,7 @@ class CouplingResult(Result):
         operator: ``"J"`` or ``"R"``.
         units: ``"raw"`` or ``"natural"``.
         confounds: Names of what was regressed out.
+        degree: Degree of the polynomials of their ranks.
         confounds_missing: Names of what is not known here (no states, no norm).
         confounds_constant: Names of what is known but does not vary.
         confound_table: Per confound: name, its Spearman correlation with participation (mean over
@@ -109,6 +111,7 @@ class CouplingResult(Result):
     operator: str
     units: str
     confounds: tuple[str, ...]
+    degree: int
     confounds_missing: tuple[str, ...]
     confounds_constant: tuple[str, ...]
     confound_table: tuple[tuple[str, float, float], ...]
@@ -213,6 +216,7 @@ def coupling(
     operator: Operator = "J",
     scale: Scale | None = None,
     confounds: Sequence[str] | None = None,
+    degree: int | None = None,
     dependence: Literal["community", "none"] = "community",
     rule: Rule = "quantile",
     quantile: float = 0.9,
@@ -223,6 +227,9 @@ def coupling(
 
     Ranks throughout. Confounds are regressed out of the ranks of both sides (partial Spearman);
     the correlation is averaged over the runs of the community detection, because one run is noisy.
+    The regression is polynomial in the confounds' ranks: with the textbook's straight line, a gain
+    that merely follows a norm gain which follows participation was called a coupling in 15–90 % of
+    simulated layers of 576 units; with degree 5 in 3–7 %, nominally 5.
 
     Units of one community share inputs, so they may share gains as well; then they are fewer than
     they seem and a plain permutation test finds couplings in noise. ``dependence="community"``
@@ -239,6 +246,8 @@ def coupling(
         scale: Natural units, see :func:`amplification`.
         confounds: Names out of ``norm_gain``, ``activation_std``, ``strength`` and ``massive``
             (root mean square above 10 medians); ``None`` takes all that are known, ``()`` none.
+        degree: Degree of that polynomial; ``None`` takes 5, or less where fewer than 10 units
+            per direction would remain; 1 is the textbook's partial Spearman.
         dependence: See above; ``"none"`` takes units as exchangeable.
         rule: Which units are bridges, for Cohen's d: see :func:`~tl_spectral.bridges.bridge_units`.
         quantile: Quantile of that rule.
@@ -257,6 +266,8 @@ def coupling(
         raise InputError(f'gain must be "column" or "row", got {gain!r}.')
     if dependence not in ("community", "none"):
         raise InputError(f'dependence must be "community" or "none", got {dependence!r}.')
+    if degree is not None and degree < 1:
+        raise InputError(f"degree must be at least 1, got {degree}.")
     if permutations < 1:
         raise InputError(f"permutations must be at least 1, got {permutations}.")
     require_same_graph(g, com)
@@ -274,10 +285,13 @@ def coupling(
     spread = participation(g.adjacency().maximum(0), runs)[:, used]
     y = log_gain[used]
     controls = np.stack([known[name][used] for name in names]) if names else np.empty((0, y.size))
+    if degree is None:
+        degree = max(1, min(MAX_DEGREE, y.size // (10 * max(len(names), 1))))
+    basis = statistics.rank_basis(controls, degree)
     rng = np.random.default_rng(seed)
-    unit = _unit_level(spread, y, controls, com.labels.numpy()[used], dependence, permutations, rng)
+    unit = _unit_level(spread, y, basis, com.labels.numpy()[used], dependence, permutations, rng)
     bridge = bridges.is_bridge.numpy()[used]
-    adjusted = _residual(y, controls)
+    adjusted = y - basis @ (basis.T @ y)
     d, d_interval = statistics.cohens_d(adjusted[bridge], adjusted[~bridge])
     raw_d, _ = statistics.cohens_d(y[bridge], y[~bridge])
     group = _community_level(unit, com.labels.numpy(), used, bridges, measured, permutations, rng)
@@ -308,6 +322,7 @@ def coupling(
         operator=operator,
         units="raw" if scale is None else "natural",
         confounds=names,
+        degree=degree,
         confounds_missing=tuple(name for name in CONFOUNDS if name not in known),
         confounds_constant=constant,
         confound_table=tuple(
@@ -346,7 +361,7 @@ class _Unit:
 def _unit_level(
     spread: Float[np.ndarray, "run used"],
     gains: Float[np.ndarray, " used"],
-    controls: Float[np.ndarray, "k used"],
+    basis: Float[np.ndarray, "used q"],
     labels: Int[np.ndarray, " used"],
     dependence: str,
     permutations: int,
@@ -361,7 +376,6 @@ def _unit_level(
 
     if n < MIN_UNITS:
         return impossible(f"no unit coupling: {n} usable units, {MIN_UNITS} needed")
-    basis = statistics.rank_basis(controls)
     x, missing = _mean_direction(spread, basis)
     y = statistics.rank_residuals(gains[None], basis)[0]
     if missing:
@@ -408,13 +422,6 @@ def _mean_rho(
         return math.nan
     x, missing = _mean_direction(rows, basis)
     return math.nan if missing else float(x @ statistics.rank_residuals(y[None], basis)[0])
-
-
-def _residual(
-    y: Float[np.ndarray, " used"], controls: Float[np.ndarray, "k used"]
-) -> Float[np.ndarray, " used"]:
-    basis = statistics.rank_basis(controls)
-    return np.asarray(y - basis @ (basis.T @ y))
 
 
 @dataclass(frozen=True, eq=False)

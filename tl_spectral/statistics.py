@@ -45,17 +45,30 @@ def ranks(values: Float[np.ndarray, "row n"]) -> Float[np.ndarray, "row n"]:
     return np.asarray(ranked - ranked.mean(axis=1, keepdims=True))
 
 
-def rank_basis(confounds: Float[np.ndarray, "k n"]) -> Float[np.ndarray, "n q"]:
-    """Orthonormal basis of the span of the constant and the ranks of the confounds.
+def rank_basis(confounds: Float[np.ndarray, "k n"], degree: int = 1) -> Float[np.ndarray, "n q"]:
+    """Orthonormal basis of the span of the constant and of polynomials in the confounds' ranks.
 
-    Confounds that repeat each other (or are constant) add no direction, so ``q <= k + 1``.
+    Degree 1 is textbook partial rank correlation, which lets a confound through whenever ranks
+    depend on it other than linearly. Higher degrees (Legendre polynomials of the ranks scaled to
+    [−1, 1]) follow any smooth dependence.
+
+    Args:
+        confounds: One confound per row.
+        degree: Degree of the polynomials.
+
+    Returns:
+        The basis, constant first. Confounds that repeat each other or are constant add no
+        direction, so ``q <= k · degree + 1``.
     """
     n = confounds.shape[1]
     constant = np.full((n, 1), 1 / math.sqrt(n))
     if confounds.shape[0] == 0:
         return constant
-    scaled = _unit_rows(ranks(confounds))
-    left, singular, _ = np.linalg.svd(scaled.T, full_matrices=False)
+    scaled = ranks(confounds) * (2 / n)
+    powers = np.polynomial.legendre.legvander(scaled, degree)[:, :, 1:]  # [k, n, degree]
+    columns = np.moveaxis(powers, 1, 2).reshape(-1, n)
+    columns = _unit_rows(columns - columns.mean(axis=1, keepdims=True))
+    left, singular, _ = np.linalg.svd(columns.T, full_matrices=False)
     return np.hstack([constant, left[:, singular > _RELATIVE_TOLERANCE * math.sqrt(n)]])
 
 
@@ -78,15 +91,16 @@ def partial_spearman(
     x: Float[np.ndarray, " n"],
     y: Float[np.ndarray, " n"],
     confounds: Float[np.ndarray, "k n"] | None = None,
+    degree: int = 1,
 ) -> float:
     """Spearman correlation of ``x`` and ``y`` with the ranks of the confounds regressed out.
 
-    Without confounds this is ``scipy.stats.spearmanr``.
+    Without confounds this is ``scipy.stats.spearmanr``; ``degree`` as in :func:`rank_basis`.
 
     Returns:
         The correlation; NaN if ``x`` or ``y`` is constant, or a function of the confounds alone.
     """
-    basis = rank_basis(np.empty((0, x.size)) if confounds is None else confounds)
+    basis = rank_basis(np.empty((0, x.size)) if confounds is None else confounds, degree)
     first, second = rank_residuals(np.stack([x, y]), basis)
     return float(first @ second)
 
@@ -170,7 +184,7 @@ def _intraclass(
 
 
 def fisher_interval(
-    correlation: float, n: float, n_confounds: int = 0, ceiling: float = 1.0
+    correlation: float, n: float, n_directions: int = 0, ceiling: float = 1.0
 ) -> tuple[float, float]:
     """95 % interval of a (partial) Spearman correlation.
 
@@ -179,7 +193,7 @@ def fisher_interval(
     Args:
         correlation: The estimate.
         n: Number of units, or the effective number if they depend on one another.
-        n_confounds: How many confounds were regressed out.
+        n_directions: How many directions (k) were regressed out, the constant not counted.
         ceiling: Largest value that the estimate can take: less than 1 for an average of
             correlations with vectors that disagree.
 
@@ -188,7 +202,7 @@ def fisher_interval(
     """
     if math.isnan(correlation):
         return math.nan, math.nan
-    spare = n - n_confounds - 3
+    spare = n - n_directions - 3
     r = correlation / ceiling
     if spare <= 0:
         return -ceiling, ceiling
@@ -251,5 +265,6 @@ def effective_length(x: Float[np.ndarray, " n"], y: Float[np.ndarray, " n"]) -> 
 
 
 def _unit_rows(values: Float[np.ndarray, "row n"]) -> Float[np.ndarray, "row n"]:
+    """Rows at unit length; rows that are constant up to rounding become 0."""
     length = np.linalg.norm(values, axis=1, keepdims=True)
-    return values / np.where(length > 0, length, 1.0)
+    return np.where(length > 1e-12 * values.shape[1], values / np.where(length > 0, length, 1), 0.0)
