@@ -104,6 +104,13 @@ def test_skip_reference_has_no_seam_where_its_formulas_change():
                 assert above[name] == pytest.approx(value, rel=2e-3), name
 
 
+def test_a_small_update_expands_a_little_more_than_half():
+    """The unit circle bends away from the disc of eigenvalues: 1/2 + r/(3π) to first order."""
+    for r in (5e-4, 2e-3):
+        excess = skip_reference(64, r * 8, 10)["expanding_fraction"] - 0.5
+        assert excess == pytest.approx(r / (3 * math.pi), rel=1e-4)
+
+
 def test_every_metric_has_a_baseline_entry():
     assert list(ginibre_reference(9, 1.0, 2)) == list(METRICS) == list(skip_reference(9, 1.0, 2))
 

@@ -228,6 +228,28 @@ def test_natural_units_take_one_scale_per_end():
     assert not torch.allclose(natural.effective_rank, chain(factors).effective_rank, rtol=1e-3)
 
 
+def test_refinement_works_in_natural_units():
+    factors, _ = graded(depth=12, top=60.0, bottom=-60.0)
+    scales = [torch.rand(24, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) + 0.1
+              for i in range(13)]  # fmt: skip
+    scales[0][3] = scales[-1][5] = 0
+    natural = chain(factors, k=24, scales=scales, refine=8)
+    factors[0] = (factors[0] * scales[0])[:, scales[0] > 0]
+    factors[-1] = (factors[-1] / scales[-1][:, None])[scales[-1] > 0]
+    logs, links = None, [F.numpy() for F in factors]
+    for _ in range(8):  # the same sweeps on factors converted by hand
+        Q, total = np.eye(links[0].shape[1]), np.zeros(23)
+        triangles = []
+        for F in links:
+            Q, R = np.linalg.qr(F @ Q)
+            triangles.append(R.T)
+            total += np.log(np.abs(np.diagonal(R)))
+        logs, links = np.sort(total)[::-1], triangles[::-1]
+    assert int(natural.resolved_rank[-1]) < 12
+    np.testing.assert_allclose(natural.log_singular_values[-1, :23], logs, atol=1e-2)
+    assert natural.log_singular_values[-1, 23].isnan()
+
+
 @pytest.mark.parametrize("refine", [0, 4])
 def test_coordinates_without_variance_leave_the_ends_only(refine):
     factors = blocks_like(2)

@@ -59,6 +59,13 @@ def test_rotated_has_the_singular_values_of_the_normal_part():
     )
 
 
+def test_rotated_turns_either_way():
+    """A QR factor without its sign correction is a reflection at every seed."""
+    quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+    turns = {round(float(schur_surgery(quarter, "rotated", seed)[1, 0])) for seed in range(20)}
+    assert turns == {-1, 1}
+
+
 def test_normal_matrices_are_left_alone():
     symmetric = gaussian() + gaussian().T
     rotation = torch.linalg.qr(gaussian())[0]
