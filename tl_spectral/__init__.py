@@ -1,6 +1,31 @@
-"""Spectral geometry of transformer blocks, on TransformerLens."""
+"""Spectral geometry of transformer blocks, on TransformerLens.
 
+Jacobians of each block, their spectra beside random baselines, their product over depth, OV
+circuits, and graphs of residual units whose bridge position is compared with the block's gain.
+"""
+
+from tl_spectral.analysis import AnalysisResult, analyze, load
+from tl_spectral.bridges import BridgeUnits, bridge_units
 from tl_spectral.capture import ResidualStates, capture
+from tl_spectral.chain import ChainResult, chain
+from tl_spectral.communities import Communities, communities
+from tl_spectral.coupling import (
+    CouplingResult,
+    CouplingTrend,
+    amplification,
+    coupling,
+    coupling_trend,
+)
+from tl_spectral.errors import (
+    CorruptResultError,
+    InputError,
+    ModelStateError,
+    ProvenanceError,
+    TLSpectralError,
+    TLSpectralWarning,
+    UnsupportedModelError,
+)
+from tl_spectral.graph import UnitGraph, unit_graph
 from tl_spectral.jacobian import (
     BlockJacobian,
     JacobianOperator,
@@ -11,5 +36,60 @@ from tl_spectral.jacobian import (
     span_jacobian,
 )
 from tl_spectral.model import available_models, load_model, reinitialised
+from tl_spectral.ov import OVCircuits, PrincipalMode, ov_circuits
+from tl_spectral.profile import Profile, profile
+from tl_spectral.results import Provenance
+from tl_spectral.spectrum import Spectrum, block_spectra, spectrum
+from tl_spectral.surgery import schur_surgery
+from tl_spectral.texts import load_texts
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AnalysisResult",
+    "BlockJacobian",
+    "BridgeUnits",
+    "ChainResult",
+    "Communities",
+    "CorruptResultError",
+    "CouplingResult",
+    "CouplingTrend",
+    "InputError",
+    "JacobianOperator",
+    "ModelStateError",
+    "OVCircuits",
+    "PrincipalMode",
+    "Profile",
+    "Provenance",
+    "ProvenanceError",
+    "ResidualStates",
+    "Spectrum",
+    "TLSpectralError",
+    "TLSpectralWarning",
+    "UnitGraph",
+    "UnsupportedModelError",
+    "amplification",
+    "analyze",
+    "available_models",
+    "block_jacobian",
+    "block_jacobians",
+    "block_spectra",
+    "bridge_units",
+    "capture",
+    "chain",
+    "communities",
+    "coupling",
+    "coupling_trend",
+    "jacobian_operator",
+    "load",
+    "load_model",
+    "load_texts",
+    "ov_circuits",
+    "profile",
+    "reinitialised",
+    "sample_jacobians",
+    "schur_surgery",
+    "span_jacobian",
+    "spectrum",
+    "unit_graph",
+]

@@ -210,4 +210,5 @@ def _random_copying_score_sd(d_model: int, d_head: int, draws: int = 64) -> floa
     W_O = torch.randn(shape, generator=generator, dtype=torch.float64)
     W_V = torch.randn(shape, generator=generator, dtype=torch.float64).mT
     values = torch.linalg.eigvals(W_O @ W_V)
-    return (values.real.sum(dim=-1) / values.abs().sum(dim=-1)).std().item()
+    scores: Tensor = values.real.sum(dim=-1) / values.abs().sum(dim=-1)
+    return float(scores.std())
