@@ -344,6 +344,7 @@ def test_coupling_figure_tells_bridges_from_the_rest(pipeline):
     result = pipeline.coupling
     figure = plots.coupling_figure(result)
     rest, bridges, forest = figure.data
+    assert (rest.xaxis, forest.xaxis) == ("x2", None)
     assert len(bridges.x) == int((result.is_bridge & result.used).sum())
     assert len(rest.x) + len(bridges.x) == result.n_units
     drawn = dict(zip(forest.y, forest.x, strict=True))

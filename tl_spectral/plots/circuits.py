@@ -96,7 +96,12 @@ def ov_table_figure(
     fig.update_layout(coloraxis=theme.colour_axis(low, high, diverging=diverging))
     theme.arrange(
         fig,
-        [theme.titled(variant.capitalize(), f"{title.lower()}, {unit}") for variant in names],
+        [
+            theme.titled(
+                variant.capitalize() if "variant" in table else "Heads", f"{title.lower()}, {unit}"
+            )
+            for variant in names
+        ],
         columns=2,
         row_height=int(np.clip(15 * tall, 150, 460)),
         narrow_row_height=int(np.clip(12 * tall, 150, 380)),

@@ -17,14 +17,14 @@ SIGNIFICANT_Q = 0.05
 
 
 def coupling_figure(coupling: Any, *, template: Any = None) -> go.Figure:
-    """One layer: gain against participation of every unit, and the correlations drawn from it.
+    """One layer: the correlations, and the gain and participation of every unit behind them.
 
     Args:
         coupling: A :class:`tl_spectral.coupling.CouplingResult`.
         template: A plotly template or its name.
 
     Returns:
-        The figure. On the right, the coupling with its 95 % interval, the same before anything was
+        The figure. On the left, the coupling with its 95 % interval, the same before anything was
         regressed out and over communities, and below them how each confound goes with gain.
     """
     used = theme.as_array(coupling.used).astype(bool)
@@ -42,6 +42,8 @@ def coupling_figure(coupling: Any, *, template: Any = None) -> go.Figure:
             mode="markers",
             marker={"size": 6, "color": colour, "opacity": 0.7},
             name=name,
+            xaxis="x2",
+            yaxis="y2",
             hovertemplate=(
                 "<b>unit %{customdata}</b><br>P = %{x:.3f}, log gain %{y:.3f}<extra></extra>"
             ),
@@ -75,11 +77,9 @@ def coupling_figure(coupling: Any, *, template: Any = None) -> go.Figure:
         marker={"size": 9, "color": list(colours)},
         showlegend=False,
         hovertemplate="%{y}: ρ = %{x:.3f}<extra></extra>",
-        xaxis="x2",
-        yaxis="y2",
     )
     where = "" if coupling.layer is None else f"layer {coupling.layer}, {coupling.operator}"
-    titles = [theme.titled("Gain of units", where), theme.titled("Correlations", "Spearman ρ")]
+    titles = [theme.titled("Correlations", "Spearman ρ"), theme.titled("Gain of units", where)]
     theme.arrange(
         fig,
         titles,
@@ -88,12 +88,12 @@ def coupling_figure(coupling: Any, *, template: Any = None) -> go.Figure:
         narrow_row_height=260,
         x_title="",
     )
-    fig.add_shape(theme.upright(0.0, panel=1))
+    fig.add_shape(theme.upright(0.0))
     return fig.update_layout(
-        xaxis={"title": {"text": "participation P"}},
-        yaxis={"title": {"text": "log gain, median = 0"}},
-        xaxis2={"range": [-1.05, 1.05], "zeroline": False},
-        yaxis2={"type": "category", "showgrid": False},
+        xaxis={"range": [-1.05, 1.05], "zeroline": False},
+        yaxis={"type": "category", "showgrid": False},
+        xaxis2={"title": {"text": "participation P"}},
+        yaxis2={"title": {"text": "log gain, median = 0"}},
     )
 
 
@@ -205,6 +205,7 @@ def _raw_marks(fig: go.Figure, rows: pd.DataFrame, variant: str, panel: int, shi
         },
         opacity=0.6,
         name=f"{variant}, nothing partialled out",
+        legendgroup=f"{variant}, nothing partialled out",
         hovertemplate=f"<b>{variant}</b>, nothing partialled out<br>%{{y:.3f}}<extra></extra>",
         xaxis=theme.axis("x", panel),
         yaxis=theme.axis("y", panel),
@@ -382,7 +383,8 @@ def trend_figure(trend: Any, *, template: Any = None) -> go.Figure:
         x_title=name,
     )
     return fig.update_layout(
-        xaxis={"zeroline": False}, yaxis={"title": {"text": "partial ρ(P, log gain)"}}
+        xaxis={"zeroline": False},
+        yaxis={"zeroline": False, "title": {"text": "partial ρ(P, log gain)"}},
     )
 
 

@@ -37,6 +37,7 @@ def chain_figure(chain: Any, *, template: Any = None) -> go.Figure:
             line={"color": colour, "width": 2, "dash": dash},
             marker={"size": 5},
             name=name,
+            legendgroup=name,
             hovertemplate=f"through layer %{{x}}<br>{name} %{{y:.2f}}<extra></extra>",
         )
     sigma = theme.as_array(chain.log_singular_values) / _LOG10
@@ -180,5 +181,6 @@ def _product_baseline(fig: go.Figure, frame: pd.DataFrame) -> None:
         mode="lines" if len(values) > 1 else "markers",
         line={"color": theme.BASELINE, "width": 1.5, "dash": "dot"},
         name="product of random matrices",
+        legendgroup="product of random matrices",
         hovertemplate="<b>random matrices</b><br>%{x}: %{y:.1f} directions<extra></extra>",
     )

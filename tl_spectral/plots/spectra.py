@@ -79,7 +79,7 @@ def spectrum_figure(spectrum: Any, *, template: Any = None) -> go.Figure:
         xaxis="x2",
         yaxis="y2",
     )
-    fig.update_layout(yaxis2={"type": "log", "exponentformat": "power", "dtick": 1})
+    fig.update_layout(yaxis2=theme.log_ticks(sigma))
     titles = [
         theme.titled("Eigenvalues", f"{len(eigenvalues)}, {spectrum.units} units"),
         theme.titled("Singular values", "σ"),

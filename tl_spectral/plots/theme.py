@@ -41,7 +41,7 @@ DARK = {
     VERMILLION: ORANGE,
 }
 
-_WIDE, _NARROW = 1040, 320  # pixels that a legend may use
+_WIDE, _NARROW = 1040, 290  # pixels that a legend may use
 _LEGEND_ROW = 20
 _NARROW_TITLE = 42  # characters that fit on a line
 _BAR_BELOW = {

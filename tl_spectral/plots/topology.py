@@ -199,6 +199,7 @@ def communities_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figur
                 line={"color": colour, "width": 1.2, "dash": "dot"},
                 marker={"size": 4, "symbol": "circle-open"},
                 name=name,
+                legendgroup=name,
                 hovertemplate=f"<b>{name}</b> · layer %{{x}}<br>%{{y:.3f}}<extra></extra>",
             )
     for panel in range(len(panels)):
@@ -272,7 +273,10 @@ def cartography_table_figure(table: pd.DataFrame, *, template: Any = None) -> go
         best = rows[bridge].nlargest(_NAMED, "participation")
         notes += _unit_names(best, panel)
         titles.append(
-            theme.titled(variant.capitalize(), f"{int(bridge.sum())} bridges of {len(rows)} units")
+            theme.titled(
+                variant.capitalize() if "variant" in table else "Units",
+                f"{int(bridge.sum())} bridges of {len(rows)} units",
+            )
         )
     fig.update_layout(annotations=notes)
     if extent:

@@ -1,6 +1,6 @@
 "use strict";
-// Draws each figure when it comes near the window, in the reader's light or dark colours, and again
-// when a switch, the theme, or the width class changes.
+// Draws the figures in the reader's light or dark colours, and again when a switch, the theme or the
+// width class changes.
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const narrow = matchMedia("(max-width: 640px)");
 const panels = [...document.querySelectorAll(".panel")];
@@ -52,29 +52,20 @@ function draw(panel, printing = false) {
   if (narrow.matches) layout.dragmode = false;  // a finger on a figure scrolls the page
   layout.autosize = true;
   plot.style.minHeight = layout.height + "px";
-  panel.dataset.drawn = "yes";
   Plotly.react(plot, figure.data, layout, { ...CONFIG, displayModeBar: narrow.matches ? false : "hover" });
 }
 
-const near = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    near.unobserve(entry.target);
-    draw(entry.target);
-  }
-}, { rootMargin: "800px" });
-
 function redraw(printing = false) {
-  panels.filter((panel) => panel.dataset.drawn).forEach((panel) => draw(panel, printing));
+  panels.forEach((panel) => draw(panel, printing));
 }
 
 for (const panel of panels) {
-  near.observe(panel);
+  draw(panel);
   panel.addEventListener("input", () => draw(panel));
 }
 dark.addEventListener("change", () => redraw());
 narrow.addEventListener("change", () => redraw());
-addEventListener("beforeprint", () => panels.forEach((panel) => draw(panel, true)));
+addEventListener("beforeprint", () => redraw(true));
 addEventListener("afterprint", () => redraw());
 
 // The section being read is marked in the navigation.
