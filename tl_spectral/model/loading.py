@@ -185,9 +185,10 @@ def _load_gguf(file: Path, *, name: str, device: str | torch.device, dtype: torc
         source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
         tokenizer = AutoTokenizer.from_pretrained(**source)
         hf = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file makes the parser fail in any way
         raise UnsupportedModelError(
-            f"transformers cannot read {file}: {error}. It reads GGUF files of the architectures "
+            f"transformers cannot read {file} ({type(error).__name__}: {error}). If the file is "
+            "whole, its architecture is the reason: it reads GGUF files of the architectures "
             "listed under 'GGUF' in its documentation."
         ) from error
     model = TransformerBridge.boot_transformers(
