@@ -229,6 +229,11 @@ def test_log_ticks_are_plain_numbers():
     assert all(float(t).is_integer() for t in theme.log_ticks([1, 1e6])["tickvals"])
 
 
+@pytest.mark.parametrize(("last", "step"), [(0, 1), (2, 1), (11, 2), (29, 5), (79, 20)])
+def test_layers_are_whole_numbers(last, step):
+    assert theme.layer_axis(np.arange(last + 1))["dtick"] == step
+
+
 def test_funnel_separates_samples_median_and_mean_jacobian():
     rows = [
         {"estimate": "per_sample", "sample": s, "layer": i, "effective_rank": r}
@@ -244,7 +249,7 @@ def test_funnel_separates_samples_median_and_mean_jacobian():
     assert list(samples.y) == [10, 4, None, 20, 6, None, 90, 5]
     assert np.allclose(named(figure, "trained · median sample")[0].y, [20, 5])
     assert np.allclose(named(figure, "trained · mean Jacobian")[0].y, 50)
-    assert not named(figure, "product of random matrices")  # none was given, none is drawn
+    assert not named(figure, "product of random blocks")  # none was given, none is drawn
 
 
 def test_ov_cells_and_the_dots_of_random_heads():

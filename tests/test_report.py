@@ -176,6 +176,18 @@ def test_what_a_run_lacks_becomes_a_sentence_and_never_an_empty_figure(run, name
             assert all(figure.data for figure in panel.figures.values())
 
 
+def test_a_refusal_of_the_heads_is_told_in_its_own_words(run):
+    refused = pd.DataFrame([{"variant": "trained", "reason": "Blocks have no attention."}])
+    tables = {"ov": refused, "ov_layers": refused}
+    (section,) = [
+        section
+        for section in all_sections(SimpleNamespace(**vars(run) | {"tables": tables, "arrays": {}}))
+        if section.identity == "ov"
+    ]
+    assert not section.panels
+    assert section.notes[0].count("Blocks have no attention.") == 1
+
+
 def test_an_empty_run_still_makes_a_page(run, tmp_path):
     bare = SimpleNamespace(
         **vars(run) | {"tables": {}, "arrays": {}, "findings": pd.DataFrame(), "options": {}}

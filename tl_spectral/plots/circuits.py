@@ -180,8 +180,8 @@ def principal_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
                 )
     titles = [
         theme.titled("Size of the principal mode", "|1 + λ| with skip, |λ| without"),
-        theme.titled("Spectral gap", "to the next mode"),
+        theme.titled("Spectral gap", "ratio to the next mode"),
     ]
-    quiet = {"zeroline": False, "nticks": 8}
+    quiet = theme.layer_axis(column(table, "layer"))
     fig.update_layout(xaxis=quiet, xaxis2=quiet, yaxis={"rangemode": "tozero"})
     return theme.arrange(fig, titles, columns=2, row_height=240, narrow_row_height=200)

@@ -131,8 +131,9 @@ def coupling_layers_figure(table: pd.DataFrame, *, template: Any = None) -> go.F
                 _raw_marks(fig, rows, variant, panel, shift)
         fig.add_shape(theme.level(0.0, panel=panel))
         number = "" if panel == 0 else str(panel + 1)
-        quiet = {"zeroline": False, "nticks": 8, "showgrid": False}
-        fig.update_layout({f"xaxis{number}": quiet, f"yaxis{number}": {"nticks": 6}})
+        quiet = theme.layer_axis(column(table, "layer")) | {"showgrid": False}
+        upward = {"nticks": 6, "zeroline": False}
+        fig.update_layout({f"xaxis{number}": quiet, f"yaxis{number}": upward})
     if not shown:
         return fig
     return theme.arrange(
@@ -255,7 +256,8 @@ def character_figure(
             _least_squares(fig, x, y, variant, panel)
         fig.add_shape(theme.level(0.0, panel=panel))
         number = "" if panel == 0 else str(panel + 1)
-        fig.update_layout({f"xaxis{number}": {"zeroline": False, "nticks": 7}})
+        quiet = {"zeroline": False, "nticks": 7}
+        fig.update_layout({f"xaxis{number}": quiet, f"yaxis{number}": {"zeroline": False}})
         said = "" if found is None else _interval(found["rho"], found["low"], found["high"])
         titles.append(theme.titled(variant.capitalize(), said))
     if not titles:

@@ -48,7 +48,10 @@ def chain_figure(chain: Any, *, template: Any = None) -> go.Figure:
         theme.titled("Leading singular values", "log₁₀ σ"),
     ]
     fig.update_layout(
-        yaxis=theme.log_ticks(theme.as_array(chain.effective_rank)), yaxis2={"nticks": 6}
+        yaxis=theme.log_ticks(theme.as_array(chain.effective_rank)),
+        yaxis2={"nticks": 6},
+        xaxis=theme.layer_axis(layers),
+        xaxis2=theme.layer_axis(layers),
     )
     return theme.arrange(
         fig, titles, columns=2, row_height=300, narrow_row_height=240, x_title="through layer"
@@ -93,8 +96,8 @@ def funnel_figure(
     fig.update_layout(
         yaxis=theme.log_ticks(column(frame, "effective_rank")),
         yaxis2={"nticks": 7},
-        xaxis={"zeroline": False, "nticks": 8},
-        xaxis2={"zeroline": False, "nticks": 8},
+        xaxis=theme.layer_axis(column(frame, "layer")),
+        xaxis2=theme.layer_axis(column(frame, "layer")),
     )
     return theme.arrange(
         fig,
@@ -180,7 +183,7 @@ def _product_baseline(fig: go.Figure, frame: pd.DataFrame) -> None:
         y=theme.small(values),
         mode="lines" if len(values) > 1 else "markers",
         line={"color": theme.BASELINE, "width": 1.5, "dash": "dot"},
-        name="product of random matrices",
-        legendgroup="product of random matrices",
-        hovertemplate="<b>random matrices</b><br>%{x}: %{y:.1f} directions<extra></extra>",
+        name="product of random blocks",
+        legendgroup="product of random blocks",
+        hovertemplate="<b>random blocks</b><br>%{x}: %{y:.1f} directions<extra></extra>",
     )

@@ -111,7 +111,6 @@ def eigenvalue_figure(
     arrays = {name: theme.as_array(values).ravel() for name, values in clouds.items()}
     for panel, (name, values) in enumerate(arrays.items()):
         colour = theme.variant_colour(name)
-        _cloud(fig, values, panel=panel, colour=colour, name=name)
         if discs and name in discs:
             radius = float(discs[name])
             fig.add_shape(
@@ -126,6 +125,7 @@ def eigenvalue_figure(
                 fillcolor=theme.NEUTRAL,
                 layer="below",
             )
+        _cloud(fig, values, panel=panel, colour=colour, name=name)
     titles = [
         theme.titled(name.capitalize(), f"{len(values)} eigenvalues")
         for name, values in arrays.items()
@@ -233,7 +233,7 @@ def profile_figure(
                     "rangemode": "tozero" if from_zero else "normal",
                     "nticks": 6,
                 },
-                f"xaxis{'' if panel == 0 else panel + 1}": {"nticks": 7, "zeroline": False},
+                f"xaxis{'' if panel == 0 else panel + 1}": theme.layer_axis(column(rows, "layer")),
             }
         )
     titles = [theme.titled(*label(metric)[:2]) for metric in present]

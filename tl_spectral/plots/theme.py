@@ -298,6 +298,14 @@ def log_ticks(values: ArrayLike) -> dict[str, Any]:
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
+def layer_axis(layers: ArrayLike) -> dict[str, Any]:
+    """An axis of layers: ticks at whole numbers only, about seven of them."""
+    known = np.asarray(layers, dtype=np.float64)
+    span = float(np.ptp(known)) if known.size else 0.0
+    step = next((s for s in (1, 2, 5, 10, 20) if span / s <= 7), 50)
+    return {"tick0": 0, "dtick": step, "zeroline": False}
+
+
 def level(y: float, *, panel: int = 0) -> dict[str, Any]:
     """A horizontal reference line across one panel, as a layout shape."""
     place = {"x0": 0, "x1": 1, "xref": f"{axis('x', panel)} domain"}

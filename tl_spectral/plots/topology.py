@@ -206,7 +206,7 @@ def communities_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figur
         number = "" if panel == 0 else str(panel + 1)
         fig.update_layout(
             {
-                f"xaxis{number}": {"zeroline": False, "nticks": 7},
+                f"xaxis{number}": theme.layer_axis(column(table, "layer")),
                 f"yaxis{number}": {"rangemode": "tozero", "nticks": 6},
             }
         )

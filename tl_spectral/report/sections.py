@@ -104,20 +104,19 @@ def clouds(run: Any) -> Section:
     size = max(len(a) for f in arrays.values() for a in f.values())
     per_layer = max(sum(len(a) for a in f.values()) for f in arrays.values())
     layers = _thinned(sorted(arrays), per_layer)
-    every = np.concatenate([a for i in layers for a in arrays[i].values()])
-    reach = plots.plane_reach([every])
     spectra = table_of(run, "spectra")
+    discs = {i: _discs(spectra, i, size) for i in layers}
+    edges = [1 + r * np.array([1, -1, 1j]) for found in discs.values() for r in found.values()]
+    reach = plots.plane_reach([*edges, *(a for i in layers for a in arrays[i].values())])
     figures: Figures = {
-        (f"layer {i}",): plots.eigenvalue_figure(
-            arrays[i], discs=_discs(spectra, i, size), reach=reach
-        )
+        (f"layer {i}",): plots.eigenvalue_figure(arrays[i], discs=discs[i], reach=reach)
         for i in layers
     }
     panel = _panel(
         "Eigenvalues of J",
         "The circle is |λ| = 1. Where the grey disc is drawn, the identity plus a random update of "
         "the same size would fill it evenly: points far outside it, or a gap within it, are "
-        "structure. Move the slider to go through the blocks on one scale.",
+        "structure. All blocks are drawn on one scale.",
         f"Scatter of {size} complex eigenvalues per block with the unit circle.",
         figures,
         ("Layer",),
@@ -156,7 +155,7 @@ def funnel(run: Any) -> Section:
         "Directions that survive",
         "Thin lines are single samples, the thick line their median. The dashed line multiplies "
         "mean Jacobians: it is another number, often larger, since each prompt keeps directions "
-        "of its own. Products of random matrices narrow too (dotted): compare the slope with them.",
+        "of its own. Products of random blocks narrow too (dotted): compare the slope with them.",
         f"Effective rank of the product of Jacobians by depth, log scale, for {_spoken(table)}; "
         "and the leading singular values.",
         figures,
@@ -189,8 +188,11 @@ def circuits(run: Any) -> Section:
         "What each attention head writes for what it reads, from the weights alone: a copying "
         "score near +1 repeats its input, near −1 it reverses it."
     )
+    refusals = _refusals(table) + _refusals(layers)  # rows that say why there is nothing
+    table, layers = _answered(table, "copying_score"), _answered(layers, "rule")
     if table.empty and layers.empty:
-        note = "This run has no OV circuits (the model's heads could not be read off its weights)."
+        note = "This run has no OV circuits: the heads could not be read off the weights."
+        note += "".join(f" {reason}" for reason in dict.fromkeys(refusals))
         return _empty("ov", "OV circuits", lead, note)
     panels: tuple[Panel, ...] = ()
     if not table.empty:
@@ -214,7 +216,7 @@ def circuits(run: Any) -> Section:
             "Principal mode of each layer",
             "Summed over heads, a layer acts on the token mean like a step of the power method. A "
             "disc is a real principal eigenvalue (tokens are drawn to an axis), a diamond a "
-            "complex one (they turn in a plane). Where the gap is small, the mode is hardly "
+            "complex one (they turn in a plane). Where the gap is near 1, the mode is hardly "
             "distinguished and one step aligns tokens little.",
             f"Size and spectral gap of the principal OV mode by layer for {_spoken(layers)}.",
             {(): plots.principal_figure(layers)},
@@ -223,6 +225,14 @@ def circuits(run: Any) -> Section:
     notes = ("This run has no table of single heads.",) if table.empty else ()
     shown = layers if table.empty else table
     return Section("ov", "OV circuits", lead, panels, notes=notes + _missing_control(shown))
+
+
+def _refusals(table: pd.DataFrame) -> list[str]:
+    return [str(reason) for reason in table["reason"].dropna()] if "reason" in table else []
+
+
+def _answered(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    return table[table[name].notna()] if name in table else table.iloc[:0]
 
 
 def topology(run: Any) -> Section:
