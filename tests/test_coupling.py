@@ -246,6 +246,18 @@ def test_units_that_share_gains_within_communities_do_not_fake_a_coupling() -> N
     assert adjusted / trials <= 0.12
 
 
+def test_a_real_coupling_is_not_taken_for_resemblance() -> None:
+    """Gain follows participation, which differs between communities: the units still count."""
+    rng = np.random.default_rng(17)
+    labels = np.repeat(np.arange(12), 30)
+    graph, com = clustered(labels, rng)
+    place = standard(bridge_units(graph, com).participation.numpy())
+    gain = torch.from_numpy(place + 0.5 * rng.normal(size=labels.size))
+    result = coupling(gain, graph, com, confounds=(), permutations=199)
+    assert result.n_effective > 0.6 * labels.size
+    assert result.unit_p == pytest.approx(1 / 200)
+
+
 def clustered(labels: np.ndarray, rng: np.random.Generator) -> tuple[UnitGraph, Communities]:
     """A graph whose communities differ in how much their units reach out."""
     n = labels.size
@@ -268,6 +280,10 @@ def test_community_level(toy: Toy) -> None:
     assert result.community_rho == pytest.approx(1)
     assert result.community_p == pytest.approx(1 / 360)  # 2 of the 720 orders
     assert result.projector_rho == pytest.approx(1)
+    alone = toy.com.labels.clone()
+    alone[0] = 6
+    single = dataclasses.replace(toy.com, labels=alone, run_labels=alone[None])
+    assert coupling(J, toy.graph, single, permutations=9).n_communities == 6
     few = dataclasses.replace(toy.com, labels=toy.com.labels % 2, run_labels=toy.com.run_labels % 2)
     assert math.isnan(coupling(J, toy.graph, few, permutations=9).community_rho)
     assert "2 communities, 4 needed" in coupling(J, toy.graph, few, permutations=9).note
@@ -481,6 +497,15 @@ def autoregressive(rng: np.random.Generator, n: int, memory: float) -> np.ndarra
     for step in range(1, n + 50):
         values[step] = memory * values[step - 1] + noise[step]
     return values[50:]
+
+
+def test_periodic_profiles_are_no_trend(one_layer: CouplingResult) -> None:
+    """Every fifth shift fits as well as the observed one, so the fit proves nothing."""
+    wave = np.arange(30.0) % 5
+    trend = coupling_trend(layers(one_layer, wave / 10), wave, permutations=99)
+    assert trend.rho == pytest.approx(1)
+    assert trend.p_shift == pytest.approx(6 / 30)
+    assert trend.verdict == "no effect"
 
 
 def test_layers_without_a_coupling_are_left_out_and_named(one_layer: CouplingResult) -> None:
