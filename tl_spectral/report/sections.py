@@ -62,7 +62,8 @@ def gradient(run: Any) -> Section:
             figures[chosen, _UNITS[units], _ESTIMATES[estimate]] = figure
     panel = _panel(
         "Character of each block",
-        "Look for lines that leave the dotted grey one: only there has training made something. "
+        "Look for blue lines that leave both the dotted grey one (chance) and the control: only "
+        "there has training made something. "
         "A change in J (solid) that R (dashed) does not show comes from the identity skip, not "
         "from what the block learned; dotted purple is what the skip and a random update of the "
         "same size would give. Bands are 95 % intervals over samples.",
