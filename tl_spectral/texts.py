@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ from tl_spectral.errors import InputError
 MIN_WORDS = 24
 _PROSE = 0.93  # least share of letters and spaces: code, tables and option lists have less
 _NOT_PROSE = (">>>", "::", "http", "\\", "`")
-_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "__pycache__"}
+_LEFT_OUT = {
+    *("test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "__pycache__"),
+    *("site-packages", "dist-packages"),  # what others installed is not the standard library
+}
+_FILES = {".txt", ".jsonl", ".json", ".csv", ".tsv", ".md", ".gz", ".zst", ".parquet"}
+_HUB_DEFAULT = 1000  # some datasets of the hub never end
 
 
 def load_texts(source: Any = None, *, n: int | None = None, seed: int = 0) -> list[Any]:
@@ -30,10 +36,12 @@ def load_texts(source: Any = None, *, n: int | None = None, seed: int = 0) -> li
 
     Args:
         source: A list of texts or token tensors (returned as it is, checked); the path of a file
-            with one text a line, or of a ``.jsonl`` file with a ``text`` field a line; the name of
-            a dataset on the Hugging Face hub (its ``train`` split, ``text`` column); or ``None``
-            for the built-in corpus.
-        n: Use the first ``n`` only.
+            with one text a line, or of a ``.jsonl`` file with a ``text`` field a line (empty lines
+            of a file are skipped); the name of a dataset on the Hugging Face hub, or
+            ``NAME:CONFIG`` (its ``train`` split, ``text`` column); or ``None`` for the built-in
+            corpus.
+        n: Use the first ``n`` only; by default all, and 1,000 of a dataset of the hub. A source
+            that has fewer gives what it has, but the built-in corpus refuses.
         seed: Order of the built-in corpus.
 
     Returns:
@@ -52,7 +60,7 @@ def load_texts(source: Any = None, *, n: int | None = None, seed: int = 0) -> li
                 "or give texts of your own."
             )
     elif isinstance(source, (str, os.PathLike)):
-        texts = _from_name(os.fspath(source), n)
+        texts = _from_name(os.fspath(source), n or _HUB_DEFAULT)
     elif isinstance(source, Iterable):
         texts = list(source)
     else:
@@ -63,8 +71,14 @@ def load_texts(source: Any = None, *, n: int | None = None, seed: int = 0) -> li
         raise InputError("There is no text. Give at least one.")
     texts = texts[:n]
     for index, text in enumerate(texts):
-        if isinstance(text, str) and not text.strip():
-            raise InputError(f"Text {index} is empty. Leave it out.")
+        if isinstance(text, str):
+            if not text.strip():
+                raise InputError(f"Text {index} is empty. Leave it out.")
+        elif not hasattr(text, "shape"):  # token tensors; the model's vocabulary judges those
+            raise InputError(
+                f"Text {index} is a {type(text).__name__} ({text!r}), not a string or a tensor of "
+                "token ids."
+            )
     return texts
 
 
@@ -84,19 +98,25 @@ def builtin_corpus(seed: int = 0) -> list[str]:
 
 @functools.cache
 def _stdlib_paragraphs() -> tuple[str, ...]:
-    root = Path(sysconfig.get_path("stdlib"))
     found: dict[str, None] = {}
-    for file in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        if _LEFT_OUT.isdisjoint(file.relative_to(root).parts):
-            found.update(dict.fromkeys(_paragraphs(file)))
+    for file in _stdlib_files():
+        found.update(dict.fromkeys(_paragraphs(file)))
     return tuple(found)
+
+
+def _stdlib_files() -> Iterator[Path]:
+    for folder, inner, files in os.walk(sysconfig.get_path("stdlib")):
+        inner[:] = sorted(set(inner) - _LEFT_OUT)  # `walk` visits in this order
+        yield from (Path(folder, file) for file in sorted(files) if file.endswith(".py"))
 
 
 def _paragraphs(file: Path) -> Iterator[str]:
     source = file.read_text(encoding="utf-8", errors="replace")
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     try:
-        tree = ast.parse(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in someone else's source
+            tree = ast.parse(source)
     except SyntaxError:  # templates and deliberately broken files are no source of prose
         return
     for node in ast.walk(tree):
@@ -113,59 +133,73 @@ def _is_prose(text: str) -> bool:
     return sum(c.isalpha() or c == " " for c in text) >= _PROSE * len(text)
 
 
-def _from_name(name: str, n: int | None) -> list[str]:
-    path = Path(name).expanduser()
-    if path.is_file():
-        return _from_file(path)
-    if path.suffix or name.startswith((".", "/", "~")):
+def _from_name(name: str, n: int) -> list[str]:
+    path = os.path.expanduser(name)
+    if os.path.isfile(path):
+        return _from_file(Path(path))
+    if os.path.isdir(path):
+        raise InputError(f"{name} is a directory. Give a file with one text a line, or a .jsonl.")
+    if name.startswith((".", "/", "~")) or os.path.splitext(name)[1] in _FILES:
         raise InputError(f"There is no file {name}.")
+    if not name.strip() or any(character.isspace() for character in name):
+        raise InputError(
+            f"{name!r} is neither a file nor the name of a dataset. If it is a text to analyse, "
+            "give a list: [text]."
+        )
     return _from_hub(name, n)
 
 
 def _from_file(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text ({error}). Convert it.") from error
+        # Not splitlines(): it also breaks at U+2028 and others, which JSON strings may hold.
+        with path.open(encoding="utf-8-sig") as file:
+            lines = [line.rstrip("\n") for line in file]
+    except (UnicodeDecodeError, OSError) as error:
+        raise InputError(f"{path} cannot be read as UTF-8 text ({error}).") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise InputError(f"{path} is empty. It needs one text a line.")
     if path.suffix != ".jsonl":
         return [line for _, line in numbered]
-    texts = []
-    for number, line in numbered:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"Line {number} of {path} is not JSON ({error}).") from error
-        text = record.get("text") if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise InputError(f'Line {number} of {path} is not an object with a string "text".')
-        texts.append(text)
-    return texts
+    return [_record_text(line, f"Line {number} of {path}") for number, line in numbered]
 
 
-def _from_hub(name: str, n: int | None) -> list[str]:
-    from datasets import load_dataset
-
+def _record_text(line: str, where: str) -> str:
     try:
-        rows = load_dataset(name, split="train", streaming=True)
-        texts = []
-        for row in rows:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} is not JSON ({error}).") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(f'{where} is not an object whose "text" is a string that is not empty.')
+    return text
+
+
+def _from_hub(name: str, n: int) -> list[str]:
+    from datasets import load_dataset
+    from huggingface_hub import dataset_info
+
+    repository, _, config = name.partition(":")
+    texts: list[str] = []
+    try:
+        # One request first: for a mistyped name `load_dataset` retries for half a minute.
+        dataset_info(repository, timeout=10)
+        for row in load_dataset(repository, config or None, split="train", streaming=True):
             if not isinstance(row.get("text"), str):
                 raise InputError(
-                    f'Dataset {name} has no text column "text"; it has {sorted(row)}. Write its '
-                    "texts to a file, one a line."
+                    f'Dataset {name} has no column "text" of strings; it has {sorted(row)}. Write '
+                    "its texts to a file, one a line."
                 )
             if row["text"].strip():
                 texts.append(row["text"])
-            if n is not None and len(texts) == n:
+            if len(texts) == n:
                 break
     except InputError:
         raise
     except Exception as error:  # whatever the hub raises, the advice is the same
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"{name!r} is neither a file nor a dataset that can be read from the hub ({reason})."
+            f"{name!r} is neither a file nor a dataset that can be read from the Hugging Face hub "
+            f"({reason}). Without a network, give a file with one text a line."
         ) from error
     return texts
