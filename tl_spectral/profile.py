@@ -81,7 +81,7 @@ def profile(
     *,
     layers: Sequence[int] | None = None,
     pos: int = -1,
-    context: Context = "full",
+    context: Context | str = "full",
 ) -> Profile:
     """Rotation, normality, gain and rank of every block, over some prompts.
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tl_spectral.errors import InputError
-from tl_spectral.jacobian.blocks import CONTEXTS, Context
+from tl_spectral.jacobian.blocks import CONTEXTS
 
 CONTROLS = (None, "random-init")
 
@@ -38,7 +38,7 @@ class RunOptions:
     spectrum_samples: int
     tokens_per_text: int | None
     pos: int
-    context: Context
+    context: str
     control: str | None
     seed: int
     top_k: int = 10

@@ -52,7 +52,7 @@ def analyze(
     spectrum_samples: int = 4,
     tokens_per_text: int | None = 16,
     pos: int = -1,
-    context: Context = "full",
+    context: Context | str = "full",
     control: str | None = None,
     seed: int = 0,
     jobs: int | None = None,
