@@ -1,13 +1,14 @@
 """Every architecture's Jacobians against finite differences through the model.
 
-What each test kills when the line is changed (tried, see the end of each line):
-  J transposed ........................ block_jacobian_is_the_derivative, source_and_target (tried)
-  position off by one ................. block_jacobian_is_the_derivative, first/middle/last (tried)
-  R's identity lost on OPT's branch ... block_jacobian_is_the_derivative[opt], scope mlp (tried)
-  resid_mid taken after the MLP ....... block_jacobian_is_the_derivative[bert, roberta] (tried)
-  Gemma gain w instead of 1 + w ....... norm_gain_is_the_one_applied[gemma2, gemma3] (tried)
-  context kept in "isolated" .......... isolated_token_sees_itself_only (tried)
-  cached keys of another prompt ....... fast_equals_reference (tried)
+Lines that were changed to see these tests fail, and which did:
+  J transposed .......................... block_jacobian_is_the_derivative, source_and_target
+  target position off by one ............ span_is_the_derivative_through_the_model
+  gradient summed over positions ........ source_and_target, block_jacobian_is_the_derivative[bert]
+  identity of OPT's branch left out ..... block_jacobian_is_the_derivative[opt], scopes_compose[opt]
+  identity added between positions ...... source_and_target_positions[opt]
+  resid_mid of BERT after its MLP ....... anatomy, block_jacobian_is_the_derivative[bert, roberta]
+  gain w instead of Gemma's 1 + w ....... norm_gain_is_the_one_applied[gemma2, gemma3]
+  isolated token with another's state ... block_jacobian_is_the_derivative[isolated]
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Residual states: right layer, right position, nothing from padding, nothing kept beyond need.
 
-Mutations tried: pos shifted by one; pos taken from the padded batch (all texts stacked to one
-length); resid_post read in place of resid_pre; batch members written in the order of their
-lengths; every one fails here.
+Changed to see these tests fail: position off by one; resid_post read in place of resid_pre; members
+of a batch written in another order; the forward pass not stopped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Jacobians known in closed form, the engines that compute them, and what they say of themselves.
 
-Mutations tried, each killed here: J transposed (isolated_is_ov_after_the_norm, linear_attention);
-cached keys of the wrong length (a_cache_that_lies); the check of the replayed output skipped (same,
-scope attn too); rows of a chunk shifted (chunks); update without its identity (update).
+Changed to see these tests fail: J transposed (closed forms); the check of the replayed output
+skipped (a_cache_that_lies); update without its identity (update, silent_blocks).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The seam: what is refused and how, and that a model is left as it was found.
 
-Mutations tried: hooks not removed after an exception; requires_grad flags not restored; the copy of
-a half-precision model not refreshed; train mode looked for at the top module only;
-repeat_interleave replaced by repeat (wrong kv head). Each fails here.
+Changed to see these tests fail: requires_grad flags not restored; facts about a model never
+refreshed; train mode looked for at the top module only; the wrong value head of a group
+(repeat for repeat_interleave); NaN let through; compatibility mode not recorded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Products with a Jacobian that is never formed equal those with the matrix.
 
-Mutations tried: T without effect; the identity of OPT's branch left out of one of the two products.
+Changed to see these tests fail: T without effect; the identity of OPT's branch left out of one of
+the two products.
 """
 
 from __future__ import annotations
