@@ -58,6 +58,12 @@ def findings(tables: Tables, options: RunOptions) -> pd.DataFrame:
     return pd.DataFrame([asdict(judge(tables, options)) for judge in judges])
 
 
+def _signed(value: float) -> str:
+    """Three decimals and a true minus sign; what rounds to zero has no sign."""
+    text = f"{value:+.3f}".replace("-", "−")
+    return "0.000" if text in ("+0.000", "−0.000") else text
+
+
 @dataclass(frozen=True)
 class _Interval:
     """An effect with its 95 % interval."""
@@ -67,7 +73,11 @@ class _Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+        return f"{_signed(self.value)} {self.bounds}"
+
+    @property
+    def bounds(self) -> str:
+        return f"[{_signed(self.low)}, {_signed(self.high)}]"
 
     @property
     def above(self) -> bool:
@@ -164,12 +174,14 @@ def _headline(tables: Tables, options: RunOptions) -> Finding:
         )
         if verdict == NOT_LEARNED:
             sentence += " The re-initialised control shows it too."
+    raw = _Interval(row["raw_rho"], row["raw_low"], row["raw_high"])
+    sentence += f" With no confound regressed out the trend is {raw}."
     return Finding(
         claim,
         question,
-        f"Spearman ρ = {row['rho']:+.3f} over layers",
+        f"Spearman ρ = {_signed(row['rho'])} over layers",
         baseline,
-        f"95 % [{row['low']:+.3f}, {row['high']:+.3f}], p = {row['p_shift']:.3f} (circular "
+        f"95 % {interval.bounds}, p = {row['p_shift']:.3f} (circular "
         f"shifts; least possible {row['smallest_p_shift']:.3f})",
         verdict,
         sentence,
@@ -203,9 +215,9 @@ def _unit_coupling(tables: Tables, options: RunOptions) -> Finding:
     return Finding(
         claim,
         question,
-        f"{len(significant)} of {len(table)} layers; mean partial ρ = {mean.value:+.3f}",
+        f"{len(significant)} of {len(table)} layers; mean partial ρ = {_signed(mean.value)}",
         baseline,
-        f"95 % of the mean [{mean.low:+.3f}, {mean.high:+.3f}]",
+        f"95 % of the mean {mean.bounds}",
         verdict,
         sentence,
     )
@@ -239,9 +251,9 @@ def _gradient(tables: Tables, options: RunOptions) -> Finding:
     return Finding(
         claim,
         question,
-        f"early − late = {effect.value:+.3f}",
+        f"early − late = {_signed(effect.value)}",
         baseline,
-        f"95 % [{effect.low:+.3f}, {effect.high:+.3f}] (Welch, over layers)",
+        f"95 % {effect.bounds} (Welch, over layers)",
         verdict,
         sentence,
     )
@@ -309,9 +321,9 @@ def _near_symmetric(tables: Tables, options: RunOptions) -> Finding:
     return Finding(
         claim,
         question,
-        f"excess symmetry {effect.value:+.3f}",
+        f"excess symmetry {_signed(effect.value)}",
         baseline,
-        f"95 % [{effect.low:+.3f}, {effect.high:+.3f}] (over layers)",
+        f"95 % {effect.bounds} (over layers)",
         verdict,
         sentence,
     )

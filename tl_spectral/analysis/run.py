@@ -207,7 +207,7 @@ class _Work:
         means = {layer: self._mean(variant, layer) for layer in self.options.layers}
         self._means(variant, states, means, provenance)
         self._ov(variant, view, provenance)
-        self._graphs(variant, states, means, provenance)
+        self._graphs(variant, states, provenance)
 
     def _states(self, variant: str, view: ModelView) -> ResidualStates:
         path = self.directory.task(variant, "states")
@@ -280,7 +280,12 @@ class _Work:
         return LayerChunk(
             jacobian_sum=matrices.double().sum(dim=0),
             update_norms=torch.stack([(matrix - identity).double().norm() for matrix in matrices]),
-            log_gains=torch.stack([amplification(matrix) for matrix in matrices]),
+            log_gains=torch.stack(
+                [
+                    torch.stack([amplification(matrix, operator=name) for name in ("J", "R")])
+                    for matrix in matrices
+                ]
+            ),
             rows=tuple(row for rows, _ in results for row in rows),
             eigenvalues=results[0][1] if results and decomposed[0] == 0 else None,
             provenance=provenance,
@@ -390,7 +395,6 @@ class _Work:
         self,
         variant: str,
         states: ResidualStates,
-        means: dict[int, Tensor],
         provenance: Provenance,
     ) -> None:
         layers = self.options.layers
@@ -402,7 +406,6 @@ class _Work:
             (
                 layer_graph,
                 _only(states, layer),
-                means[layer],
                 torch.cat([chunk.log_gains for chunk in self._layer(variant, layer)]).mean(dim=0),
                 layer,
                 self.options,

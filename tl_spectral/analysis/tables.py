@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pandas as pd
@@ -141,6 +142,8 @@ def _graphs(directory: RunDirectory, options: RunOptions, variant: str) -> dict[
 def _coupling(couplings: list[CouplingResult], options: RunOptions) -> pd.DataFrame:
     table = pd.concat([result.to_dataframe() for result in couplings], ignore_index=True)
     table["n_samples_jacobian"] = options.jacobian_samples
+    # The gains are means over prompts; the projector gain needs one matrix.
+    table = table.drop(columns="projector_rho")
     table["unit_q"] = fdr(table["unit_p"].to_numpy())
     table["community_q"] = fdr(table["community_p"].to_numpy())
     return table
@@ -161,6 +164,14 @@ def _trend(
         name = f"{metric} of {operator} in {units} units"
         trend = coupling_trend(couplings, profile.tolist(), name=name, seed=options.seed)
         frame = trend.to_dataframe()
+        plain = coupling_trend(
+            [dataclasses.replace(result, unit_rho=result.raw_rho) for result in couplings],
+            profile.tolist(),
+            name=name,
+            seed=options.seed,
+        )
+        frame["raw_rho"], frame["raw_low"], frame["raw_high"] = plain.rho, *plain.interval
+        frame["raw_p_shift"] = plain.p_shift
         frame["character"] = metric
         frame.insert(1, "operator", operator)
         frame.insert(2, "units", units)

@@ -16,7 +16,7 @@ from tl_spectral.bridges import bridge_units
 from tl_spectral.capture import ResidualStates
 from tl_spectral.chain import chain
 from tl_spectral.communities import communities
-from tl_spectral.coupling import CouplingResult, amplification, coupling
+from tl_spectral.coupling import CouplingResult, coupling
 from tl_spectral.errors import TLSpectralWarning
 from tl_spectral.graph import unit_graph
 from tl_spectral.results import Provenance, Result
@@ -33,14 +33,14 @@ class LayerChunk(Result):
     Attributes:
         jacobian_sum: Sum over the chunk, float64.
         update_norms: ``‖R‖_F`` of each prompt.
-        log_gains: Log gain of each prompt's J and unit, relative to the median.
+        log_gains: Log gain of each unit relative to the median, of each prompt's J and R.
         rows: Spectra of the prompts that are decomposed one by one.
         eigenvalues: Eigenvalues of the first such prompt's J, for the picture.
     """
 
     jacobian_sum: Float[Tensor, "d_model d_model"]
     update_norms: Float[Tensor, " sample"]
-    log_gains: Float[Tensor, "sample d_model"]
+    log_gains: Float[Tensor, "sample operator=2 d_model"]
     rows: tuple[Row, ...]
     eigenvalues: Complex[Tensor, " d_model"] | None
 
@@ -140,8 +140,7 @@ def chain_rows(
 
 def layer_graph(
     states: ResidualStates,
-    jacobian: Float[Tensor, "d_model d_model"],
-    log_gains: Float[Tensor, " d_model"],
+    log_gains: Float[Tensor, "operator=2 d_model"],
     layer: int,
     options: RunOptions,
     provenance: Provenance,
@@ -150,8 +149,7 @@ def layer_graph(
 
     Args:
         states: States of that layer (others may be absent).
-        jacobian: Mean Jacobian of that layer.
-        log_gains: Log gain of each unit, the mean over prompts.
+        log_gains: Log gain of each unit in J and in R, the mean over prompts.
         layer: Layer.
         options: Options of the run.
         provenance: Where it comes from.
@@ -168,12 +166,11 @@ def layer_graph(
         )
         bridges = bridge_units(graph, groups)
         result = coupling(
-            log_gains, graph, groups, permutations=options.permutations, seed=options.seed
+            log_gains[0], graph, groups, permutations=options.permutations, seed=options.seed
         )
     table = bridges.to_dataframe()
     table["std"] = states.scale(layer).tolist()
-    table["log_gain_J"] = log_gains.tolist()
-    table["log_gain_R"] = amplification(jacobian, operator="R").tolist()
+    table["log_gain_J"], table["log_gain_R"] = log_gains.tolist()
     community = {
         "layer": layer,
         "n_communities": groups.n_communities,
