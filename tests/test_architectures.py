@@ -262,10 +262,8 @@ def test_bert_middle_is_the_state_that_the_mlp_and_its_skip_read(
         assert torch.allclose(end, captured.resid_post[layer], atol=1e-5)
 
 
-@every_architecture
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in PARALLEL])
 def test_scopes_compose(name: str, model_of: ModelOf, prompt: Tensor) -> None:
-    if name in PARALLEL:
-        pytest.skip("attention and MLP are parallel: J = I + J_attn + J_mlp")
     model = model_of(name)
     for context in ("full", "isolated"):
         block, attn, mlp = (
