@@ -13,6 +13,7 @@ from torch import Tensor
 from tl_spectral.decompose import to_matrix
 from tl_spectral.errors import InputError
 from tl_spectral.results import Result
+from tl_spectral.threads import one_blas_thread
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +61,10 @@ def forward_alignment(writer: Any, reader: Any, k: int = 10) -> ForwardAlignment
         raise InputError(f"The writer is {d} × {d}, the reader {second.size} × {second.size}.")
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= d:
         raise InputError(f"k must be an integer from 1 to {d}, got {k!r}.")
-    written = np.linalg.svd(first.values)[0][:, :k]
-    read = np.linalg.svd(second.values)[2][:k]
-    cosines = np.linalg.svd(read @ written, compute_uv=False)
+    with one_blas_thread(d):
+        written = np.linalg.svd(first.values)[0][:, :k]
+        read = np.linalg.svd(second.values)[2][:k]
+        cosines = np.linalg.svd(read @ written, compute_uv=False)
     return ForwardAlignment(
         value=float(np.sum(cosines**2)) / k,
         chance=k / d,

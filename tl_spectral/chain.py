@@ -24,6 +24,7 @@ from tl_spectral.decompose import checked_scale, to_float64
 from tl_spectral.errors import InputError, ProvenanceError
 from tl_spectral.results import Provenance, Result
 from tl_spectral.surgery import Surgery, operate, schur_surgery
+from tl_spectral.threads import one_blas_thread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -163,17 +164,18 @@ def chain(
     provenance = Provenance()
     for step, link in enumerate(links):
         factor = link.matrix
-        if surgery is not None:
-            factor = operate(factor, surgery, np.random.default_rng([seed, step]))
-        product.multiply(factor)
         if step == 0:
             provenance = link.provenance
             entry = _Frame.at(scales, 0, len(factor))
         exit_ = _Frame.at(scales, step + 1, len(factor))
-        row = product.measure(entry, exit_, k, link.layer)
-        if refine:
-            factors.append(factor)
-            row = _refined(row, factors, entry, exit_, refine)
+        with one_blas_thread(len(factor)):
+            if surgery is not None:
+                factor = operate(factor, surgery, np.random.default_rng([seed, step]))
+            product.multiply(factor)
+            row = product.measure(entry, exit_, k, link.layer)
+            if refine:
+                factors.append(factor)
+                row = _refined(row, factors, entry, exit_, refine)
         rows.append(row)
         layers.append(link.layer)
         dropped.append(exit_.n_dropped)

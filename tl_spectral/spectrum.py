@@ -25,6 +25,7 @@ from tl_spectral.errors import InputError
 from tl_spectral.matrix_free import OperatorSpectrum, is_operator, operator_spectrum
 from tl_spectral.metrics import METRICS, Metric
 from tl_spectral.results import Provenance, Result
+from tl_spectral.threads import one_blas_thread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -186,7 +187,8 @@ def spectrum(
         return operator_spectrum(M, scale, k=k)
     matrix = to_matrix(M).in_units(scale)
     tol = _checked(tol, k, matrix)
-    return _measure(matrix, _Shape.of(matrix, Eigen.of(matrix)), tol, k)
+    with one_blas_thread(matrix.size):
+        return _measure(matrix, _Shape.of(matrix, Eigen.of(matrix)), tol, k)
 
 
 def block_spectra(
@@ -221,6 +223,14 @@ def block_spectra(
     update = block.shifted(-1.0) if skip else block
     if not update.values.any():
         raise InputError("The block is the identity: its update R = J − I is zero.")
+    with one_blas_thread(update.size):
+        spectra = _of_block(update, skip, scale, tol, k)
+    return {key: spectra[key] for key in sorted(spectra, key=lambda key: (key[1] != "raw", key[0]))}
+
+
+def _of_block(
+    update: Matrix, skip: bool, scale: Float[Tensor, " d"] | None, tol: float, k: int
+) -> dict[tuple[str, str], Spectrum]:
     eigen = Eigen.of(update)
     bases = [(update, eigen)]
     if scale is not None:
@@ -240,7 +250,7 @@ def block_spectra(
         if skip:
             of_J = replace(of_J, skip_baseline=skip_reference(R.size, frobenius_R, of_J.k))
         spectra["J", R.units], spectra["R", R.units] = of_J, of_R
-    return {key: spectra[key] for key in sorted(spectra, key=lambda key: (key[1] != "raw", key[0]))}
+    return spectra
 
 
 @dataclass(frozen=True)

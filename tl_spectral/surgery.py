@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tl_spectral.decompose import to_matrix
 from tl_spectral.errors import InputError
+from tl_spectral.threads import one_blas_thread
 
 Surgery = Literal["normal", "matched", "shuffled", "rotated"]
 
@@ -50,8 +51,9 @@ def schur_surgery(
     """
     if kind not in get_args(Surgery):
         raise InputError(f"kind must be one of {get_args(Surgery)}, got {kind!r}.")
-    rng = np.random.default_rng(seed)
-    return torch.from_numpy(operate(to_matrix(M).values, kind, rng))
+    values = to_matrix(M).values
+    with one_blas_thread(len(values)):
+        return torch.from_numpy(operate(values, kind, np.random.default_rng(seed)))
 
 
 def operate(

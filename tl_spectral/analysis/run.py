@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from tl_spectral.model import ModelView, load_model, reinitialised
 from tl_spectral.ov import ov_circuits
 from tl_spectral.results import Provenance
 from tl_spectral.texts import load_texts
+from tl_spectral.threads import one_blas_thread, torch_threads_for
 
 Progress = Callable[[int, int, str], None]
 """Called with the tasks done, the tasks in all, and what is being done."""
@@ -114,9 +114,10 @@ def analyze(
     provenance = view.provenance(rows, seed=seed, options=options.to_json())
     directory.claim(Manifest(provenance, options))
     work = _Work(directory, options, rows, jobs or os.cpu_count() or 1, progress)
-    for variant in options.variants:
-        subject = model if variant == "trained" else reinitialised(model, seed)
-        work.variant(variant, ModelView(subject))
+    with one_blas_thread():
+        for variant in options.variants:
+            subject = model if variant == "trained" else reinitialised(model, seed)
+            work.variant(variant, ModelView(subject))
     directory.write_tables(assemble(directory, options))
     work.finish()
     return load(out)
@@ -425,7 +426,7 @@ class _Work:
         """Run calls in threads: LAPACK works outside the interpreter lock."""
         from joblib import Parallel, delayed
 
-        with _threads(self.jobs):
+        with torch_threads_for(self.jobs):
             return list(
                 Parallel(n_jobs=self.jobs, prefer="threads")(
                     delayed(function)(*arguments) for function, *arguments in calls
@@ -444,19 +445,8 @@ class _Work:
 
 
 def _with_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    with _threads(os.cpu_count() or 1):
+    with one_blas_thread(), torch_threads_for(os.cpu_count() or 1):
         return function(*arguments)
-
-
-@contextmanager
-def _threads(jobs: int) -> Iterator[None]:
-    """Share the cores between workers instead of giving all of them to each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _scales(states: ResidualStates, layers: tuple[int, ...]) -> list[Tensor]:
