@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -65,12 +63,13 @@ class _Control(str, Enum):
     random_init = "random-init"
 
 
-def _version(asked: bool) -> None:
+def _version(asked: bool) -> bool:
     if asked:
         from tl_spectral import __version__
 
         typer.echo(f"tl-spectral {__version__}")
         raise typer.Exit
+    return asked  # what a callback returns is the option's value
 
 
 @app.callback(epilog="Example: tl-spectral analyze smollm2-135m --out runs/smollm2")
@@ -290,9 +289,6 @@ def _eigenvalue(mode: dict[Any, Any]) -> str:
 
 
 def _load(model: str) -> Any:
-    """The model; bars of other libraries are for terminals, in a log they are noise."""
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
     from tl_spectral.model import load_model
 
     Console(stderr=True).print(f"Loading {model} …", highlight=False, markup=False)
