@@ -122,6 +122,12 @@ def _mean(values: np.ndarray) -> _Interval:
     return _Interval(mean, mean - half, mean + half)
 
 
+def _geometric_mean(values: np.ndarray) -> _Interval:
+    """Geometric mean of positive numbers, its t interval taken over their logarithms."""
+    logs = _mean(np.log(values))
+    return _Interval(float(np.exp(logs.value)), float(np.exp(logs.low)), float(np.exp(logs.high)))
+
+
 def _controlled(holds: bool, control_holds: bool | None) -> str:
     if not holds:
         return NO_EFFECT
@@ -329,13 +335,15 @@ def _near_symmetric(tables: Tables, options: RunOptions) -> Finding:
     )
 
 
-def _final_ranks(tables: Tables, variant: str, estimate: str) -> np.ndarray:
+def _ranks(tables: Tables, variant: str, estimate: str, *, first: bool = False) -> np.ndarray:
+    """Effective rank of each chain after the last block (or after the first), raw units."""
     chain = tables["chain"]
+    layers = chain["layer"]
     chosen = chain[
         (chain["variant"] == variant)
         & (chain["estimate"] == estimate)
         & (chain["units"] == "raw")
-        & (chain["layer"] == chain["layer"].max())
+        & (layers == (layers.min() if first else layers.max()))
     ]
     ranks: np.ndarray = chosen["effective_rank"].to_numpy(dtype=float)
     return ranks
@@ -344,31 +352,26 @@ def _final_ranks(tables: Tables, variant: str, estimate: str) -> np.ndarray:
 def _funnel(tables: Tables, options: RunOptions) -> Finding:
     claim = "the stack funnels into few dimensions"
     question = "Is the effective rank of the product of Jacobians over depth below chance?"
-    ranks = _final_ranks(tables, "trained", "per_sample") if len(tables["chain"]) else np.array([])
+    ranks = _ranks(tables, "trained", "per_sample") if len(tables["chain"]) else np.array([])
     if not len(ranks):
         return _unjudged(claim, question, "the layers analysed are not consecutive")
     chain = tables["chain"]
     last = chain[(chain["variant"] == "trained") & (chain["layer"] == chain["layer"].max())]
     random = float(last["baseline_effective_rank"].iloc[0])
-    first = chain[
-        (chain["variant"] == "trained")
-        & (chain["estimate"] == "per_sample")
-        & (chain["units"] == "raw")
-        & (chain["layer"] == chain["layer"].min())
-    ]["effective_rank"].mean()
-    mean = _mean(ranks)
+    first = _geometric_mean(_ranks(tables, "trained", "per_sample", first=True))
+    mean = _geometric_mean(ranks)
     bound, baseline = random, f"I + random updates of the same norms {random:.1f}"
     control_holds = None
     if _has_control(options):
-        control = _final_ranks(tables, "control", "per_sample")
-        baseline += f"; control {control.mean():.1f}"
-        control_holds = bool(control.mean() <= mean.value * 1.25)
+        control = _geometric_mean(_ranks(tables, "control", "per_sample")).value
+        baseline += f"; control {control:.1f}"
+        control_holds = control <= mean.value * 1.25
     holds = bool(mean.high < bound) if len(ranks) > 1 else bool(mean.value < bound)
     verdict = _controlled(holds, control_holds)
     sentence = (
-        f"The effective rank of the chain goes from {first:.1f} after the first block to "
-        f"{mean.value:.1f} after the last (mean of {len(ranks)} prompts); the skip connection and "
-        f"random updates of the same norms give {random:.1f}."
+        f"The effective rank of the chain goes from {first.value:.1f} after the first block to "
+        f"{mean.value:.1f} after the last (geometric mean of {len(ranks)} prompts); the skip "
+        f"connection and random updates of the same norms give {random:.1f}."
     )
     if verdict == NO_EFFECT:
         sentence = "No effect: " + sentence[0].lower() + sentence[1:]
@@ -377,9 +380,11 @@ def _funnel(tables: Tables, options: RunOptions) -> Finding:
     return Finding(
         claim,
         question,
-        f"{first:.1f} → {mean.value:.1f}",
+        f"{first.value:.1f} → {mean.value:.1f}",
         baseline,
-        f"95 % [{mean.low:.1f}, {mean.high:.1f}] ({len(ranks)} prompts)",
+        f"95 % [{mean.low:.1f}, {mean.high:.1f}] ({len(ranks)} prompts)"
+        if len(ranks) > 1
+        else "one prompt: no interval",
         verdict,
         sentence,
     )
@@ -390,15 +395,15 @@ def _averaging(tables: Tables, options: RunOptions) -> Finding:
     question = "Does the chain of mean Jacobians have more dimensions than a prompt's own chain?"
     if not len(tables["chain"]):
         return _unjudged(claim, question, "the layers analysed are not consecutive")
-    ranks = _final_ranks(tables, "trained", "per_sample")
-    mean = float(_final_ranks(tables, "trained", "mean_jacobian")[0])
+    ranks = _ranks(tables, "trained", "per_sample")
+    mean = float(_ranks(tables, "trained", "mean_jacobian")[0])
     if len(ranks) < 2:
         return _unjudged(claim, question, "one prompt has no spread; raise spectrum_samples")
-    own = _mean(ranks)
+    own = _geometric_mean(ranks)
     baseline = f"1 (own chains {own.value:.1f})"
     if _has_control(options):
-        ratio = float(_final_ranks(tables, "control", "mean_jacobian")[0])
-        ratio /= float(_final_ranks(tables, "control", "per_sample").mean())
+        ratio = float(_ranks(tables, "control", "mean_jacobian")[0])
+        ratio /= _geometric_mean(_ranks(tables, "control", "per_sample")).value
         baseline += f"; control ratio {ratio:.2f}"
     holds = mean > own.high
     sentence = (
