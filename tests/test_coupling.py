@@ -19,14 +19,13 @@ from tl_spectral.bridges import bridge_units
 from tl_spectral.communities import Communities, communities
 from tl_spectral.coupling import (
     CouplingResult,
-    CouplingTrend,
     amplification,
     coupling,
-    coupling_trend,
 )
 from tl_spectral.errors import InputError, ProvenanceError
 from tl_spectral.graph import UnitGraph, unit_graph
 from tl_spectral.results import Provenance
+from tl_spectral.trend import CouplingTrend, coupling_trend
 
 UNITS = 96
 

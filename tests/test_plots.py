@@ -17,10 +17,11 @@ from tl_spectral import plots
 from tl_spectral.bridges import bridge_units
 from tl_spectral.chain import chain
 from tl_spectral.communities import communities
-from tl_spectral.coupling import coupling, coupling_trend
+from tl_spectral.coupling import coupling
 from tl_spectral.graph import unit_graph
 from tl_spectral.plots import theme
 from tl_spectral.spectrum import spectrum
+from tl_spectral.trend import coupling_trend
 
 
 @pytest.fixture(scope="module")

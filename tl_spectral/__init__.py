@@ -11,10 +11,8 @@ from tl_spectral.chain import ChainResult, chain
 from tl_spectral.communities import Communities, communities
 from tl_spectral.coupling import (
     CouplingResult,
-    CouplingTrend,
     amplification,
     coupling,
-    coupling_trend,
 )
 from tl_spectral.errors import (
     CorruptResultError,
@@ -42,6 +40,7 @@ from tl_spectral.results import Provenance
 from tl_spectral.spectrum import Spectrum, block_spectra, spectrum
 from tl_spectral.surgery import schur_surgery
 from tl_spectral.texts import load_texts
+from tl_spectral.trend import CouplingTrend, coupling_trend
 
 __version__ = "0.1.0"
 

@@ -220,7 +220,7 @@ def ov(
 
         chosen = _numbers(layers)
         circuits = ov_circuits(_load(model), chosen)
-        heads, modes = circuits.to_dataframe(), _modes(circuits)
+        heads, modes = circuits.to_dataframe(), circuits.modes_dataframe()
         table = Table(
             "layer",
             "copying score by head",
@@ -245,28 +245,6 @@ def ov(
         if out is not None:
             _write_ov(circuits, heads, modes, out)
             _say(f"Tables and layer matrices: {out}")
-
-
-def _modes(circuits: Any) -> pd.DataFrame:
-    import pandas as pd
-
-    rows = []
-    for layer in circuits.layers:
-        norm = circuits.layer_matrix(layer).norm().item()
-        for skip in (True, False):
-            mode = circuits.principal(layer, skip=skip)
-            rows.append(
-                {
-                    "layer": layer,
-                    "rule": "with_skip" if skip else "without_skip",
-                    "eigenvalue_re": mode.eigenvalue.real,
-                    "eigenvalue_im": mode.eigenvalue.imag,
-                    "gap": mode.gap,
-                    "kind": mode.kind,
-                    "frobenius": norm,
-                }
-            )
-    return pd.DataFrame(rows)
 
 
 def _write_ov(circuits: Any, heads: pd.DataFrame, modes: pd.DataFrame, out: Path) -> None:

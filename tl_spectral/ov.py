@@ -153,6 +153,28 @@ class OVCircuits(Result):
         ]
         return pd.DataFrame(rows)
 
+    def modes_dataframe(self) -> pd.DataFrame:
+        """One row per layer and dominance rule: the principal mode of the layer matrix."""
+        import pandas as pd
+
+        rows = []
+        for layer in self.layers:
+            norm = self.layer_matrix(layer).norm().item()
+            for skip in (True, False):
+                mode = self.principal(layer, skip=skip)
+                rows.append(
+                    {
+                        "layer": layer,
+                        "rule": "with_skip" if skip else "without_skip",
+                        "eigenvalue_re": mode.eigenvalue.real,
+                        "eigenvalue_im": mode.eigenvalue.imag,
+                        "gap": mode.gap,
+                        "kind": mode.kind,
+                        "frobenius": norm,
+                    }
+                )
+        return pd.DataFrame(rows)
+
     def plot(self, template: str | None = None) -> Figure:
         """Copying score by layer and head."""
         from tl_spectral.plots import ov_figure

@@ -1,44 +1,26 @@
-"""Run the tasks that are not finished, then make the tables."""
+"""Check a request, do what is not finished, make the tables."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from tl_spectral.analysis.options import RunOptions
 from tl_spectral.analysis.result import AnalysisResult, load
 from tl_spectral.analysis.store import Manifest, RunDirectory
 from tl_spectral.analysis.tables import assemble
-from tl_spectral.analysis.tasks import (
-    LayerChunk,
-    LayerGraph,
-    Rows,
-    chain_rows,
-    layer_graph,
-    records,
-    skip_matched_chain,
-    spectrum_rows,
-)
-from tl_spectral.capture import ResidualStates, capture
-from tl_spectral.coupling import CouplingResult, amplification
-from tl_spectral.errors import TLSpectralWarning, UnsupportedModelError
-from tl_spectral.jacobian import sample_jacobians
+from tl_spectral.analysis.work import Progress, Work
+from tl_spectral.errors import TLSpectralWarning
 from tl_spectral.jacobian.blocks import Context
 from tl_spectral.model import ModelView, load_model, reinitialised
-from tl_spectral.ov import ov_circuits
-from tl_spectral.results import Provenance
 from tl_spectral.texts import load_texts
-from tl_spectral.threads import one_blas_thread, torch_threads_for
-
-Progress = Callable[[int, int, str], None]
-"""Called with the tasks done, the tasks in all, and what is being done."""
+from tl_spectral.threads import one_blas_thread
 
 
 def analyze(
@@ -113,7 +95,7 @@ def analyze(
     directory = RunDirectory(Path(out))
     provenance = view.provenance(rows, seed=seed, options=options.to_json())
     directory.claim(Manifest(provenance, options))
-    work = _Work(directory, options, rows, jobs or os.cpu_count() or 1, progress)
+    work = Work(directory, options, rows, jobs or os.cpu_count() or 1, progress)
     with one_blas_thread():
         for variant in options.variants:
             subject = model if variant == "trained" else reinitialised(model, seed)
@@ -163,307 +145,3 @@ def _prepare(
             stacklevel=3,
         )
     return rows, options
-
-
-class _Work:
-    """The tasks of a run, in the order in which they feed each other."""
-
-    def __init__(
-        self,
-        directory: RunDirectory,
-        options: RunOptions,
-        rows: list[Int[Tensor, " pos"]],
-        jobs: int,
-        progress: Progress | None,
-    ) -> None:
-        self.directory = directory
-        self.options = options
-        self.rows = rows
-        self.jobs = jobs
-        self.progress = progress
-        self.chunks = [
-            list(range(first, min(first + options.chunk, options.jacobian_samples)))
-            for first in range(0, options.jacobian_samples, options.chunk)
-        ]
-        layers = options.layers
-        self.consecutive = list(layers) == list(range(layers[0], layers[-1] + 1))
-        self.done = 0
-        # states, ov, chain of means; per layer a task per chunk, the mean's spectrum and the graph
-        self.total = len(options.variants) * (3 + len(layers) * (len(self.chunks) + 2))
-
-    def step(self, what: str, tasks: int = 1) -> None:
-        self.done += tasks
-        if self.progress is not None:
-            self.progress(self.done, self.total, what)
-
-    def finish(self) -> None:
-        self.step("done", self.total - self.done)
-
-    def variant(self, variant: str, view: ModelView) -> None:
-        provenance = view.provenance(
-            self.rows, seed=self.options.seed, options={"variant": variant}
-        )
-        states = self._states(variant, view)
-        self._jacobians(variant, view, states, provenance)
-        means = {layer: self._mean(variant, layer) for layer in self.options.layers}
-        self._means(variant, states, means, provenance)
-        self._ov(variant, view, provenance)
-        self._graphs(variant, states, provenance)
-
-    def _states(self, variant: str, view: ModelView) -> ResidualStates:
-        path = self.directory.task(variant, "states")
-        if not path.exists():
-            label = f"{variant}: residual states of {len(self.rows)} texts"
-            self.step(label, 0)
-            states = capture(
-                view.source,
-                self.rows,
-                pos=self.options.pos,
-                layers=self.options.layers,
-                sites=("resid_pre", "resid_post"),
-            )
-            states.save(path)
-        self.step(f"{variant}: residual states")
-        return ResidualStates.load(path)
-
-    def _jacobians(
-        self, variant: str, view: ModelView, states: ResidualStates, provenance: Provenance
-    ) -> None:
-        for number, members in enumerate(self.chunks):
-            names = {layer: f"jacobian_{layer:03d}_{number:04d}" for layer in self.options.layers}
-            chain_name = f"chain_{number:04d}"
-            decomposed = [m for m in members if m < self.options.spectrum_samples]
-            wants_chain = bool(decomposed) and self.consecutive
-            pending = {
-                layer for layer, name in names.items() if not self.directory.has(variant, name)
-            }
-            if not pending and (not wants_chain or self.directory.has(variant, chain_name)):
-                self.step(f"{variant}: Jacobians", len(names))
-                continue
-            blocks = sample_jacobians(
-                view.source,
-                [self.rows[m] for m in members],
-                layers=self.options.layers,
-                pos=self.options.pos,
-                context=self.options.context,
-            )
-            kept: dict[int, Tensor] = {}
-            for layer, matrices in blocks:
-                if wants_chain:
-                    kept[layer] = matrices[: len(decomposed)].clone()
-                if layer in pending:
-                    self._layer_chunk(
-                        variant, layer, matrices, decomposed, states, provenance
-                    ).save(self.directory.task(variant, names[layer]))
-                self.step(f"{variant}: Jacobians and spectra, layer {layer}")
-            if wants_chain and not self.directory.has(variant, chain_name):
-                rows = self._chains(decomposed, kept, states)
-                Rows(rows=tuple(rows), provenance=provenance).save(
-                    self.directory.task(variant, chain_name)
-                )
-
-    def _layer_chunk(
-        self,
-        variant: str,
-        layer: int,
-        matrices: Float[Tensor, "sample d_model d_model"],
-        decomposed: list[int],
-        states: ResidualStates,
-        provenance: Provenance,
-    ) -> LayerChunk:
-        scale = states.scale(layer)
-        identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype)
-        key = {"layer": layer, "estimate": "per_sample"}
-        results = self._parallel(
-            (spectrum_rows, matrices[i], scale, {**key, "sample": sample})
-            for i, sample in enumerate(decomposed)
-        )
-        return LayerChunk(
-            jacobian_sum=matrices.double().sum(dim=0),
-            update_norms=torch.stack([(matrix - identity).double().norm() for matrix in matrices]),
-            log_gains=torch.stack(
-                [
-                    torch.stack([amplification(matrix, operator=name) for name in ("J", "R")])
-                    for matrix in matrices
-                ]
-            ),
-            rows=tuple(row for rows, _ in results for row in rows),
-            eigenvalues=results[0][1] if results and decomposed[0] == 0 else None,
-            provenance=provenance,
-        )
-
-    def _chains(
-        self, samples: list[int], blocks: dict[int, Tensor], states: ResidualStates
-    ) -> list[dict[str, Any]]:
-        layers = self.options.layers
-        scales = _scales(states, layers)
-        calls = []
-        for i, sample in enumerate(samples):
-            matrices = [blocks[layer][i] for layer in layers]
-            for units, lengths in (("raw", None), ("natural", scales)):
-                key = {"estimate": "per_sample", "units": units, "sample": sample}
-                calls.append((chain_rows, matrices, lengths, layers, key))
-        return [row for rows in self._parallel(calls) for row in rows]
-
-    def _mean(self, variant: str, layer: int) -> Float[Tensor, "d_model d_model"]:
-        sums = [chunk.jacobian_sum for chunk in self._layer(variant, layer)]
-        return torch.stack(sums).sum(dim=0) / self.options.jacobian_samples
-
-    def _layer(self, variant: str, layer: int) -> list[LayerChunk]:
-        """All finished Jacobian chunks of a layer."""
-        return [
-            LayerChunk.load(self.directory.task(variant, f"jacobian_{layer:03d}_{number:04d}"))
-            for number in range(len(self.chunks))
-        ]
-
-    def _means(
-        self,
-        variant: str,
-        states: ResidualStates,
-        means: dict[int, Tensor],
-        provenance: Provenance,
-    ) -> None:
-        """Spectra of the mean Jacobians, their chain, and the chain of matched random blocks."""
-        layers = self.options.layers
-        pending = [
-            layer for layer in layers if not self.directory.has(variant, f"mean_{layer:03d}")
-        ]
-        calls = (
-            (
-                spectrum_rows,
-                means[layer],
-                states.scale(layer),
-                {"layer": layer, "estimate": "mean_jacobian", "sample": -1},
-            )
-            for layer in pending
-        )
-        self.step(f"{variant}: spectra of mean Jacobians", len(layers) - len(pending))
-        for layer, (rows, _) in zip(pending, self._stream(calls), strict=True):
-            Rows(rows=tuple(rows), provenance=provenance).save(
-                self.directory.task(variant, f"mean_{layer:03d}")
-            )
-            self.step(f"{variant}: spectra of mean Jacobians, layer {layer}")
-        if self.consecutive and not self.directory.has(variant, "chain_mean"):
-            scales = _scales(states, layers)
-            matrices = [means[layer] for layer in layers]
-            key = {"estimate": "mean_jacobian", "sample": -1}
-            rows = chain_rows(matrices, None, layers, {**key, "units": "raw"})
-            rows += chain_rows(matrices, scales, layers, {**key, "units": "natural"})
-            norms = torch.stack(
-                [
-                    torch.cat([chunk.update_norms for chunk in self._layer(variant, layer)]).mean()
-                    for layer in layers
-                ]
-            )
-            key = {"estimate": "skip_matched_random", "units": "raw", "sample": -1}
-            rows += [
-                {**key, **row}
-                for row in skip_matched_chain(norms, len(matrices[0]), layers, self.options.seed)
-            ]
-            Rows(rows=tuple(rows), provenance=provenance).save(
-                self.directory.task(variant, "chain_mean")
-            )
-        self.step(f"{variant}: chain of mean Jacobians")
-
-    def _ov(self, variant: str, view: ModelView, provenance: Provenance) -> None:
-        if not self.directory.has(variant, "ov"):
-            rows: list[dict[str, Any]] = []
-            try:
-                circuits = ov_circuits(view.source, self.options.layers)
-            except UnsupportedModelError as error:
-                rows.append({"reason": str(error)})
-            else:
-                rows += records(circuits.to_dataframe())
-                for layer in self.options.layers:
-                    matrix = circuits.layer_matrix(layer)
-                    for skip in (True, False):
-                        mode = circuits.principal(layer, skip=skip)
-                        rows.append(
-                            {
-                                "layer": layer,
-                                "rule": "with_skip" if skip else "without_skip",
-                                "eigenvalue_re": mode.eigenvalue.real,
-                                "eigenvalue_im": mode.eigenvalue.imag,
-                                "gap": mode.gap,
-                                "kind": mode.kind,
-                                "frobenius": matrix.norm().item(),
-                            }
-                        )
-            Rows(rows=tuple(rows), provenance=provenance).save(self.directory.task(variant, "ov"))
-        self.step(f"{variant}: OV circuits")
-
-    def _graphs(
-        self,
-        variant: str,
-        states: ResidualStates,
-        provenance: Provenance,
-    ) -> None:
-        layers = self.options.layers
-        pending = [
-            layer for layer in layers if not self.directory.has(variant, f"coupling_{layer:03d}")
-        ]
-        self.step(f"{variant}: graphs and coupling", len(layers) - len(pending))
-        calls = (
-            (
-                layer_graph,
-                _only(states, layer),
-                torch.cat([chunk.log_gains for chunk in self._layer(variant, layer)]).mean(dim=0),
-                layer,
-                self.options,
-                provenance,
-            )
-            for layer in pending
-        )
-        for layer, result in zip(pending, self._stream(calls), strict=True):
-            graph, coupled = result
-            assert isinstance(graph, LayerGraph)
-            assert isinstance(coupled, CouplingResult)
-            graph.save(self.directory.task(variant, f"graph_{layer:03d}"))
-            coupled.save(self.directory.task(variant, f"coupling_{layer:03d}"))
-            self.step(f"{variant}: graph, communities and coupling, layer {layer}")
-
-    def _parallel(self, calls: Any) -> list[Any]:
-        """Run calls in threads: LAPACK works outside the interpreter lock."""
-        from joblib import Parallel, delayed
-
-        with torch_threads_for(self.jobs):
-            return list(
-                Parallel(n_jobs=self.jobs, prefer="threads")(
-                    delayed(function)(*arguments) for function, *arguments in calls
-                )
-            )
-
-    def _stream(self, calls: Any) -> Iterator[Any]:
-        """Run calls in processes (Louvain is pure Python), results in order as they are ready."""
-        from joblib import Parallel, delayed
-
-        runner = Parallel(n_jobs=self.jobs, return_as="generator", pre_dispatch=self.jobs + 1)
-        results: Iterator[Any] = runner(
-            delayed(_with_one_thread)(function, *arguments) for function, *arguments in calls
-        )
-        return results
-
-
-def _with_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    with one_blas_thread(), torch_threads_for(os.cpu_count() or 1):
-        return function(*arguments)
-
-
-def _scales(states: ResidualStates, layers: tuple[int, ...]) -> list[Tensor]:
-    inputs = [states.scale(layer) for layer in layers]
-    return [*inputs, states.scale(layers[-1], hook="resid_post")]
-
-
-def _only(states: ResidualStates, layer: int) -> ResidualStates:
-    """The states of one layer: what a worker needs, and no more."""
-    row = states.index(layer)
-    gain = states.norm_gain
-    return ResidualStates(
-        resid_pre=states.resid_pre[row : row + 1].clone(),
-        resid_post=states.resid_post[row : row + 1].clone(),
-        resid_mid=None,
-        norm_gain=None if gain is None else gain[row : row + 1].clone(),
-        layers=(layer,),
-        pos=states.pos,
-        provenance=states.provenance,
-    )

@@ -11,8 +11,9 @@ from tl_spectral.analysis.findings import findings
 from tl_spectral.analysis.options import RunOptions
 from tl_spectral.analysis.store import RunDirectory
 from tl_spectral.analysis.tasks import CHAIN_SIGMAS, LayerChunk, LayerGraph, Rows
-from tl_spectral.coupling import CouplingResult, coupling_trend
+from tl_spectral.coupling import CouplingResult
 from tl_spectral.statistics import fdr
+from tl_spectral.trend import coupling_trend
 
 # The rotational ↔ symmetric character of a layer: the first is the primary one.
 CHARACTERS = (
