@@ -6,6 +6,9 @@ INSTALLED := .venv/installed
 # One thread for each of the two test workers: more would fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
+# In a log, other libraries' loading bars are noise.
+ANALYZE := TQDM_DISABLE=1 $(BIN)/tl-spectral analyze smollm2-135m --control random-init
+
 .PHONY: help demo demo-small test test-fast lint types clean
 
 help:
@@ -25,11 +28,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/tl-spectral analyze smollm2-135m --control random-init --out runs/demo
+	$(ANALYZE) --out runs/demo
 
+# 600 texts: more than d_model, without which the graphs are noise.
 demo-small: $(INSTALLED)
-	$(BIN)/tl-spectral analyze smollm2-135m --control random-init --out runs/demo-small \
-	  --layers 0-5 --samples 200 --jacobian-samples 4 --spectrum-samples 2
+	$(ANALYZE) --out runs/demo-small \
+	  --layers 0-5 --samples 600 --jacobian-samples 2 --spectrum-samples 2
 
 test: $(INSTALLED)
 	$(PYTEST) --nbmake tests notebooks
