@@ -37,7 +37,6 @@ Operator = Literal["J", "R"]
 Jacobian: TypeAlias = BlockJacobian | Float[Tensor, "d_model d_model"]
 Vector: TypeAlias = Float[Tensor, " d_model"]
 Scale: TypeAlias = Vector | tuple[Vector, Vector]
-Profile: TypeAlias = Sequence[float] | Float[Tensor, " layer"] | Float[np.ndarray, " layer"]
 CONFOUNDS = ("norm_gain", "activation_std", "strength", "massive")
 MASSIVE_RATIO = 10.0  # root mean square of a massive unit, in medians over the units
 MIN_UNITS = 10

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+DepthProfile: TypeAlias = Sequence[float] | Float[Tensor, " layer"] | Float[np.ndarray, " layer"]
 MIN_LAYERS = 6
 
 
@@ -92,7 +94,7 @@ class CouplingTrend(Result):
 
 def coupling_trend(
     couplings: Sequence[CouplingResult],
-    character: Profile,
+    character: DepthProfile,
     *,
     name: str = "antisymmetric_energy",
     permutations: int = 5000,
@@ -173,7 +175,7 @@ def coupling_trend(
     )
 
 
-def _check_trend(couplings: Sequence[CouplingResult], character: Profile) -> None:
+def _check_trend(couplings: Sequence[CouplingResult], character: DepthProfile) -> None:
     if not couplings or len(couplings) != len(character):
         raise InputError(
             f"A trend needs one value per layer: got {len(couplings)} couplings and "

@@ -39,7 +39,7 @@ class JacobianOperator:
         """The transposed operator, on the same graph."""
         return JacobianOperator(self._graph, transposed=not self._transposed)
 
-    def __matmul__(self, X: Float[Tensor, "d_model *k"]) -> Float[Tensor, "d_model *k"]:
+    def __matmul__(self, X: Float[Tensor, "d_model ..."]) -> Float[Tensor, "d_model ..."]:
         """Product with a vector or with the columns of a matrix.
 
         Raises:
