@@ -43,7 +43,7 @@ test-fast: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check tl_spectral tests notebooks
 
 types: $(INSTALLED)
 	$(BIN)/mypy
