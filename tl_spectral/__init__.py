@@ -4,6 +4,12 @@ Jacobians of each block, their spectra beside random baselines, their product ov
 circuits, and graphs of residual units whose bridge position is compared with the block's gain.
 """
 
+import os
+
+# Heard only if torch is not loaded yet: its threads then sleep while they wait for each other. They
+# would spin, which costs a factor of ten as soon as another process wants the same cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from tl_spectral.analysis import AnalysisResult, analyze, load
 from tl_spectral.bridges import BridgeUnits, bridge_units
 from tl_spectral.capture import ResidualStates, capture

@@ -11,6 +11,7 @@ from tl_spectral.jacobian import sample_jacobians
 from tl_spectral.jacobian.blocks import Context
 from tl_spectral.model import ModelView
 from tl_spectral.results import Result
+from tl_spectral.threads import in_threads
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,9 +111,12 @@ def profile(
     chosen = view.layers(layers)
     for layer, matrices in sample_jacobians(model, tokens, chosen, pos, context=context):
         scale = None if states is None else states.scale(layer)
-        for sample, matrix in enumerate(matrices):
-            key = {"layer": layer, "estimate": "per_sample", "sample": sample}
-            rows += spectrum_rows(matrix, scale, key)[0]
+        calls = (
+            (spectrum_rows, matrix, scale, {"layer": layer, "estimate": "per_sample"})
+            for matrix in matrices
+        )
+        for found, _ in in_threads(calls):
+            rows += found
     table = summarise_spectra(rows)
     return Profile(
         rows=tuple(records(table)),

@@ -8,9 +8,10 @@ spinning. So small decompositions run on one thread, and cores are used by runni
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from threadpoolctl import ThreadpoolController
@@ -34,6 +35,27 @@ def one_blas_thread(rows: int = 0) -> Iterator[None]:
         return
     with _controller().limit(limits=1, user_api="blas"):
         yield
+
+
+def in_threads(calls: Iterable[tuple[Any, ...]], jobs: int | None = None) -> list[Any]:
+    """Run ``(function, *arguments)`` side by side in threads: LAPACK leaves the interpreter alone.
+
+    Args:
+        calls: What to run.
+        jobs: How many at once; by default one per core.
+
+    Returns:
+        The results, in the order of the calls.
+    """
+    from joblib import Parallel, delayed
+
+    workers = jobs or os.cpu_count() or 1
+    with one_blas_thread(), torch_threads_for(workers):
+        return list(
+            Parallel(n_jobs=workers, prefer="threads")(
+                delayed(function)(*arguments) for function, *arguments in calls
+            )
+        )
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from tl_spectral.jacobian import sample_jacobians
 from tl_spectral.model import ModelView
 from tl_spectral.ov import ov_circuits
 from tl_spectral.results import Provenance
-from tl_spectral.threads import one_blas_thread, torch_threads_for
+from tl_spectral.threads import in_threads, one_blas_thread, torch_threads_for
 
 Progress = Callable[[int, int, str], None]
 """Called with the tasks done, the tasks in all, and what is being done."""
@@ -147,9 +147,12 @@ class Work:
         scale = states.scale(layer)
         identity = torch.eye(matrices.shape[-1], dtype=matrices.dtype)
         key = {"layer": layer, "estimate": "per_sample"}
-        results = self._parallel(
-            (spectrum_rows, matrices[i], scale, {**key, "sample": sample})
-            for i, sample in enumerate(decomposed)
+        results = in_threads(
+            (
+                (spectrum_rows, matrices[i], scale, {**key, "sample": sample})
+                for i, sample in enumerate(decomposed)
+            ),
+            self.jobs,
         )
         return LayerChunk(
             jacobian_sum=matrices.double().sum(dim=0),
@@ -176,7 +179,7 @@ class Work:
             for units, lengths in (("raw", None), ("natural", scales)):
                 key = {"estimate": "per_sample", "units": units, "sample": sample}
                 calls.append((chain_rows, matrices, lengths, layers, key))
-        return [row for rows in self._parallel(calls) for row in rows]
+        return [row for rows in in_threads(calls, self.jobs) for row in rows]
 
     def _mean(self, variant: str, layer: int) -> Float[Tensor, "d_model d_model"]:
         sums = [chunk.jacobian_sum for chunk in self._layer(variant, layer)]
@@ -279,17 +282,6 @@ class Work:
             graph.save(self.directory.task(variant, f"graph_{layer:03d}"))
             coupled.save(self.directory.task(variant, f"coupling_{layer:03d}"))
             self.step(f"{variant}: graph, communities and coupling, layer {layer}")
-
-    def _parallel(self, calls: Any) -> list[Any]:
-        """Run calls in threads: LAPACK works outside the interpreter lock."""
-        from joblib import Parallel, delayed
-
-        with torch_threads_for(self.jobs):
-            return list(
-                Parallel(n_jobs=self.jobs, prefer="threads")(
-                    delayed(function)(*arguments) for function, *arguments in calls
-                )
-            )
 
     def _stream(self, calls: Any) -> Iterator[Any]:
         """Run calls in processes (Louvain is pure Python), results in order as they are ready."""
