@@ -206,7 +206,11 @@ def test_weights_made_under_inference_mode_are_refused(prompt: Tensor) -> None:
 # --------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("what", [None, "gpt2", torch.nn.Linear(2, 2), object()], ids=repr)
+@pytest.mark.parametrize(
+    "what",
+    [None, "gpt2", torch.nn.Linear(2, 2), object()],
+    ids=["None", "a name", "a module", "an object"],
+)
 def test_what_is_no_bridge(what: Any, prompt: Tensor) -> None:
     for call in (
         lambda: tls.capture(what, prompt),
