@@ -63,6 +63,11 @@ for (const panel of panels) {
   draw(panel);
   panel.addEventListener("input", () => draw(panel));
 }
+// A scroll bar that appears while figures are drawn narrows the page under those drawn before it.
+const width = new ResizeObserver((entries) => {
+  for (const { target } of entries) if (target.data && !target.hidden) Plotly.Plots.resize(target);
+});
+document.querySelectorAll(".plot").forEach((plot) => width.observe(plot));
 dark.addEventListener("change", () => redraw());
 narrow.addEventListener("change", () => redraw());
 addEventListener("beforeprint", () => redraw(true));
