@@ -18,6 +18,8 @@ from tl_spectral.analysis.options import RunOptions
 
 Tables = dict[str, pd.DataFrame]
 MIN_LAYERS = 6  # fewer make no early and late third
+MIN_PROMPTS = 3  # the interval of two is as wide as the world
+_FEW_PROMPTS = f"the spread over prompts needs {MIN_PROMPTS} at least; raise spectrum_samples"
 HOLDS, NO_EFFECT, NOT_LEARNED, CANNOT_TELL = "holds", "no effect", "not learned", "cannot tell"
 
 
@@ -355,19 +357,20 @@ def _funnel(tables: Tables, options: RunOptions) -> Finding:
     ranks = _ranks(tables, "trained", "per_sample") if len(tables["chain"]) else np.array([])
     if not len(ranks):
         return _unjudged(claim, question, "the layers analysed are not consecutive")
+    if len(ranks) < MIN_PROMPTS:
+        return _unjudged(claim, question, _FEW_PROMPTS)
     chain = tables["chain"]
     last = chain[(chain["variant"] == "trained") & (chain["layer"] == chain["layer"].max())]
     random = float(last["baseline_effective_rank"].iloc[0])
     first = _geometric_mean(_ranks(tables, "trained", "per_sample", first=True))
     mean = _geometric_mean(ranks)
-    bound, baseline = random, f"I + random updates of the same norms {random:.1f}"
+    baseline = f"I + random updates of the same norms {random:.1f}"
     control_holds = None
     if _has_control(options):
         control = _geometric_mean(_ranks(tables, "control", "per_sample")).value
         baseline += f"; control {control:.1f}"
         control_holds = control <= mean.value * 1.25
-    holds = bool(mean.high < bound) if len(ranks) > 1 else bool(mean.value < bound)
-    verdict = _controlled(holds, control_holds)
+    verdict = _controlled(mean.high < random, control_holds)
     sentence = (
         f"The effective rank of the chain goes from {first.value:.1f} after the first block to "
         f"{mean.value:.1f} after the last (geometric mean of {len(ranks)} prompts); the skip "
@@ -382,9 +385,7 @@ def _funnel(tables: Tables, options: RunOptions) -> Finding:
         question,
         f"{first.value:.1f} → {mean.value:.1f}",
         baseline,
-        f"95 % [{mean.low:.1f}, {mean.high:.1f}] ({len(ranks)} prompts)"
-        if len(ranks) > 1
-        else "one prompt: no interval",
+        f"95 % [{mean.low:.1f}, {mean.high:.1f}] ({len(ranks)} prompts)",
         verdict,
         sentence,
     )
@@ -397,8 +398,8 @@ def _averaging(tables: Tables, options: RunOptions) -> Finding:
         return _unjudged(claim, question, "the layers analysed are not consecutive")
     ranks = _ranks(tables, "trained", "per_sample")
     mean = float(_ranks(tables, "trained", "mean_jacobian")[0])
-    if len(ranks) < 2:
-        return _unjudged(claim, question, "one prompt has no spread; raise spectrum_samples")
+    if len(ranks) < MIN_PROMPTS:
+        return _unjudged(claim, question, _FEW_PROMPTS)
     own = _geometric_mean(ranks)
     baseline = f"1 (own chains {own.value:.1f})"
     if _has_control(options):
