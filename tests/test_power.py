@@ -99,6 +99,23 @@ def test_criterion_is_a_fact_about_weights(model_of: Any) -> None:
     assert True in seen
 
 
+def test_random_maps_have_the_norm_of_the_layer_and_their_own_v1(llama: Any) -> None:
+    """Kills: dominance taken before scaling, which |1 + λ| does not survive."""
+    from tl_spectral.power import _targets
+
+    ov = ov_circuits(llama)
+    generator = torch.Generator().manual_seed(0)
+    for layer, targets in enumerate(_targets(ModelView(llama), (0, 1, 2), True, 1, 8, generator)):
+        for mode, M in zip(targets[-1].modes, targets[-1].maps, strict=True):
+            F = M - torch.eye(24, dtype=torch.float64)
+            assert F.norm().item() == pytest.approx(ov.layer_matrix(layer).norm().item())
+            expected = dominant_modes(F)[0]
+            assert mode.eigenvalue == pytest.approx(expected.eigenvalue)
+            assert (mode.subspace.T @ expected.subspace).norm().item() ** 2 == pytest.approx(
+                mode.subspace.shape[1]
+            )
+
+
 def test_criterion_can_say_no() -> None:
     """Kills: ‖M v1‖ instead of ‖Mᵀ v1‖: here the first is large and the second small."""
     from tl_spectral.power import _random_alignment, _Target
@@ -254,7 +271,8 @@ def test_bipartite_sides_are_those_of_the_left_eigenvector() -> None:
     x0 = torch.randn(30, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     values, left = torch.linalg.eig(F.T)
     side = x0 @ left[:, values.real.argmax()].real
-    assert simulate_power(matrices=F, x0=x0[side > 0]).kind == "consensus"
+    one = simulate_power(matrices=F, x0=x0[side > 0])
+    assert (one.kind, one.predicted_kind) == ("consensus", "consensus")
     both = simulate_power(matrices=F, x0=x0)
     assert (both.kind, both.predicted_kind) == ("bipartite", "bipartite")
     cosines = both.final @ both.final[side.argmax()]

@@ -244,6 +244,16 @@ def test_writes_inside_are_undone_and_grad_modes_do_not_matter() -> None:
     assert flags == [p.requires_grad for p in model.parameters()]
 
 
+def test_model_may_be_moved_inside() -> None:
+    """Kills: the old storage restored, and the edit left in the new one."""
+    model = tiny("gpt2")
+    weight = model.blocks[2].attn.o.original_component.weight
+    original = weight.detach().clone()
+    with steer(model, direction(), texts=TEXTS, controls=0):
+        weight.data = weight.data.double()
+    assert torch.equal(weight, original.double())
+
+
 def test_half_precision_comes_back_bit_for_bit() -> None:
     model = tiny("llama", dtype=torch.bfloat16)
     with (
@@ -334,6 +344,25 @@ def test_controls() -> None:
     others = drawn.drop(["steered", "additive at equal KL"])
     assert (others < 0.35).all()
     assert drawn["original"] == pytest.approx(table["chance"].iloc[0], abs=0.1)
+
+
+def test_random_controls_are_as_large_as_the_edit(monkeypatch: Any) -> None:
+    import tl_spectral.steering as module
+
+    model = tiny("llama")
+    W_V = ov_circuits(model).W_V[2].double().transpose(0, 1).flatten(1)
+    sizes = []
+    plus = module.output_weight_plus
+
+    def recorded(view: Any, layer: int, delta: Tensor) -> Any:
+        sizes.append((W_V @ delta).norm().item())
+        return plus(view, layer, delta)
+
+    monkeypatch.setattr(module, "output_weight_plus", recorded)
+    with steer(model, direction(), texts=TEXTS) as report:
+        size = report.alpha * report.read_direction.norm().item()
+    assert len(sizes) == 6  # measured, four controls, and the edit that is left in place
+    assert sizes == pytest.approx([size] * 6, rel=1e-6)
 
 
 def test_additive_vector_at_equal_kl_is_that_vector() -> None:
