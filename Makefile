@@ -34,7 +34,7 @@ demo: $(INSTALLED)
 # 600 texts: more than d_model, without which the graphs are noise.
 demo-small: $(INSTALLED)
 	$(ANALYZE) --out runs/demo-small \
-	  --layers 0-5 --samples 600 --jacobian-samples 3 --spectrum-samples 3
+	  --layers 0-3 --samples 600 --jacobian-samples 3 --spectrum-samples 3
 
 test: $(INSTALLED)
 	$(PYTEST) --nbmake tests notebooks
