@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import prompts
+from test_plots import overlap, panels
 from test_power import mamba
 from torch import Tensor
 from zoo import ARCHITECTURES, tiny
@@ -24,7 +25,7 @@ from tl_spectral.errors import (
 )
 from tl_spectral.model.edits import _stacks
 from tl_spectral.ov import ov_circuits
-from tl_spectral.power import simulate_power
+from tl_spectral.power import power_alignment, simulate_power
 from tl_spectral.steering import SteeringReport, _alpha, steer
 
 TEXTS = [prompts(1, 9)[0], prompts(1, 5)[0] + 1]
@@ -394,6 +395,22 @@ def test_same_seed_same_report(tmp_path: Any) -> None:
     assert again.to_dataframe().equals(report.to_dataframe())
     assert again.top_tokens == report.top_tokens
     assert [trace.name for trace in again.plot().data][:2] == ["original", "steered"]
+
+
+def test_figures_have_their_panels_in_place_on_wide_and_narrow_pages() -> None:
+    """The rules that the builders of the report keep (see test_plots)."""
+    model = tiny("gpt2")
+    with steer(model, direction(), texts=TEXTS) as report:
+        pass
+    figures = [report.plot(), power_alignment(model, TEXTS).plot()]
+    figures += [simulate_power(model).plot(), simulate_power(model, layers=[1]).plot()]
+    for figure in figures:
+        count = len({trace.xaxis or "x" for trace in figure.data})
+        for layout in (figure.layout.to_plotly_json(), figure.layout.meta["narrow"]):
+            boxes = panels(layout, count)
+            assert all(0 <= low < high <= 1 for box in boxes for low, high in box)
+            for i, one in enumerate(boxes):
+                assert not any(overlap(one, other) for other in boxes[i + 1 :])
 
 
 # ---------------------------------------------------------------------- directions and refusals

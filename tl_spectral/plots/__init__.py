@@ -13,7 +13,9 @@ from tl_spectral.plots.couplings import (
     trend_table_figure,
 )
 from tl_spectral.plots.depth import chain_figure, funnel_figure
-from tl_spectral.plots.power import consensus_figure, power_figure, steering_figure
+from tl_spectral.plots.power import consensus_figure as consensus_figure
+from tl_spectral.plots.power import power_figure as power_figure
+from tl_spectral.plots.power import steering_figure as steering_figure
 from tl_spectral.plots.spectra import (
     eigenvalue_figure,
     plane_reach,
@@ -35,7 +37,6 @@ __all__ = [
     "chain_figure",
     "character_figure",
     "communities_figure",
-    "consensus_figure",
     "coupling_figure",
     "coupling_layers_figure",
     "eigenvalue_figure",
@@ -44,11 +45,9 @@ __all__ = [
     "ov_figure",
     "ov_table_figure",
     "plane_reach",
-    "power_figure",
     "principal_figure",
     "profile_figure",
     "spectrum_figure",
-    "steering_figure",
     "trend_figure",
     "trend_table_figure",
 ]
