@@ -41,9 +41,11 @@ from tl_spectral.jacobian import (
 )
 from tl_spectral.model import available_models, load_model, reinitialised
 from tl_spectral.ov import OVCircuits, PrincipalMode, ov_circuits
+from tl_spectral.power import ConsensusResult, PowerAlignment, power_alignment, simulate_power
 from tl_spectral.profile import Profile, profile
 from tl_spectral.results import Provenance
 from tl_spectral.spectrum import Spectrum, block_spectra, spectrum
+from tl_spectral.steering import SteeringReport, steer
 from tl_spectral.surgery import schur_surgery
 from tl_spectral.texts import load_texts
 from tl_spectral.trend import CouplingTrend, coupling_trend
@@ -56,6 +58,7 @@ __all__ = [
     "BridgeUnits",
     "ChainResult",
     "Communities",
+    "ConsensusResult",
     "CorruptResultError",
     "CouplingResult",
     "CouplingTrend",
@@ -63,12 +66,14 @@ __all__ = [
     "JacobianOperator",
     "ModelStateError",
     "OVCircuits",
+    "PowerAlignment",
     "PrincipalMode",
     "Profile",
     "Provenance",
     "ProvenanceError",
     "ResidualStates",
     "Spectrum",
+    "SteeringReport",
     "TLSpectralError",
     "TLSpectralWarning",
     "UnitGraph",
@@ -90,11 +95,14 @@ __all__ = [
     "load_model",
     "load_texts",
     "ov_circuits",
+    "power_alignment",
     "profile",
     "reinitialised",
     "sample_jacobians",
     "schur_surgery",
+    "simulate_power",
     "span_jacobian",
     "spectrum",
+    "steer",
     "unit_graph",
 ]

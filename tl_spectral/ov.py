@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tl_spectral.errors import InputError
 from tl_spectral.model import ModelView
+from tl_spectral.modes import dominant_modes
 from tl_spectral.results import Result
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class PrincipalMode(Result):
     Attributes:
         eigenvalue: λ₁ of F (with ``Im λ₁ ≥ 0`` when complex).
         subspace: Orthonormal columns ``[d_model, 1]`` (real) or ``[d_model, 2]`` spanning
-            (Re v, Im v) (complex); defined up to sign, or a rotation in the plane.
+            (Re v, Im v) (complex), more if the eigenvalue is repeated; defined up to a rotation
+            within it.
         gap: Ratio of the dominant modulus to that of the next mode, ≥ 1; its distance from 1 sets
             how fast the iteration aligns. ``None`` if there is no other mode.
         kind: ``"real"`` or ``"complex"``.
@@ -103,27 +105,12 @@ class OVCircuits(Result):
             layer: Layer.
             skip: Whether the iteration keeps the skip connection.
         """
-        values, vectors = torch.linalg.eig(self.layer_matrix(layer))
-        strength = (1 + values).abs() if skip else values.abs()
-        order = torch.argsort(strength, descending=True, stable=True)
-        first = int(order[0])
-        value = complex(values[first].item())
-        scale = values.abs().max().item()
-        is_complex = abs(value.imag) > _REAL * scale
-        vector = vectors[:, first]
-        if is_complex:
-            plane = torch.stack([vector.real, vector.imag], dim=1)
-            value = complex(value.real, abs(value.imag))
-        else:
-            plane = vector.real[:, None]
-            value = complex(value.real, 0.0)
-        subspace, _ = torch.linalg.qr(plane)
-        rest = strength[order][2 if is_complex else 1 :]
+        first, *rest = dominant_modes(self.layer_matrix(layer), skip=skip, count=2)
         return PrincipalMode(
-            eigenvalue=value,
-            subspace=subspace,
-            gap=(strength[first] / rest[0]).item() if len(rest) and rest[0] > 0 else None,
-            kind="complex" if is_complex else "real",
+            eigenvalue=first.eigenvalue,
+            subspace=first.subspace,
+            gap=first.strength / rest[0].strength if rest and rest[0].strength > 0 else None,
+            kind="complex" if first.rotates else "real",
             skip=skip,
             layer=layer,
             provenance=self.provenance,
