@@ -211,6 +211,7 @@ def test_some_layers_that_do_not_follow_each_other(tmp_path):
         ({"permutations": 5}, "permutations must be at least 100"),
         ({"tokens_per_text": 1}, "tokens_per_text must be at least 2"),
         ({"samples": 0}, "positive integer"),
+        ({"seed": True}, "seed must be an integer"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(changes, message, tmp_path):
@@ -243,6 +244,59 @@ def test_a_directory_of_another_run_is_refused_and_left_alone(run, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(tls.InputError, match="no run directory"):
         analyze(tiny("llama"), tmp_path)
+
+
+def test_a_failed_command_leaves_the_directory_free(run, tmp_path):
+    """Nothing was computed yet, so another run may begin there."""
+
+    def stop(done, total, what):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        analyze(tiny("llama"), tmp_path / "run", seed=5, progress=stop)
+    assert files(analyze(tiny("llama"), tmp_path / "run").out) == files(run.out)
+
+
+def test_a_file_in_the_place_of_another_is_noticed(run, tmp_path):
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(run.out, copy)
+    tasks = copy / "tasks" / "trained"
+    shutil.copy(tasks / "graph_002.safetensors", tasks / "graph_001.safetensors")
+    (copy / "complete.json").unlink()
+    with pytest.raises(tls.CorruptResultError, match="result of another task"):
+        analyze(tiny("llama"), copy)
+    (tasks / "graph_001.safetensors").unlink()
+    (tasks / "coupling_001.safetensors").unlink()
+    with pytest.raises(tls.InputError, match="not finished"):
+        tls.load(copy)
+    assert files(analyze(tiny("llama"), copy).out) == files(run.out)
+
+
+def test_too_little_is_not_judged(tmp_path):
+    """Few prompts, few layers, fewer texts than units: cannot tell, whatever the numbers are."""
+    with pytest.warns(tls.TLSpectralWarning):
+        result = analyze(
+            tiny("llama"), tmp_path / "run", texts=TEXTS[:10], control=None, spectrum_samples=2
+        )
+    verdicts = result.findings.set_index("claim")["verdict"]
+    for claim in (
+        "the stack funnels into few dimensions",
+        "averaging over prompts raises the rank",
+        "units form communities",
+        "late symmetry is more than the skip",
+        "early layers rotate, late layers are near-symmetric",
+        "bridge units follow the operator",
+    ):
+        assert verdicts[claim] == "cannot tell", claim
+
+
+def test_random_chains_stand_beside_the_chains_that_they_match(run):
+    chain = run.tables["chain"]
+    fits = (chain["estimate"] == "per_sample") & (chain["units"] == "raw")
+    assert chain["baseline_effective_rank"].notna().equals(fits)
+    assert (chain["note"].fillna("") == "").equals(fits)
 
 
 def test_damaged_files_are_refused_with_advice(run, tmp_path):

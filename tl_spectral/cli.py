@@ -308,6 +308,11 @@ def _one_line_each() -> Iterator[None]:
         except TLSpectralError as error:
             stderr.print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)
             raise typer.Exit(2) from error
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            reason = f"{error.strerror or error}{where}"
+            stderr.print(Text.assemble(("Error: ", "red"), reason), soft_wrap=True)
+            raise typer.Exit(2) from error
         except KeyboardInterrupt:
             stderr.print("Stopped. What is finished is kept: the same command goes on from there.")
             raise typer.Exit(130) from None

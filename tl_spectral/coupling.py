@@ -38,6 +38,7 @@ Jacobian: TypeAlias = BlockJacobian | Float[Tensor, "d_model d_model"]
 Vector: TypeAlias = Float[Tensor, " d_model"]
 Scale: TypeAlias = Vector | tuple[Vector, Vector]
 CONFOUNDS = ("norm_gain", "activation_std", "strength", "massive")
+NO_PROJECTOR = "no projector gain: only log gains were given"
 MASSIVE_RATIO = 10.0  # root mean square of a massive unit, in medians over the units
 MIN_UNITS = 10
 MIN_COMMUNITIES = 4
@@ -276,6 +277,10 @@ def coupling(
     reasons[(reasons == "") & np.isnan(log_gain)] = "no natural unit (zero deviation)"
     reasons[(reasons == "") & np.isinf(log_gain)] = "gain of exactly zero"
     used = reasons == ""
+    if not used.any():
+        raise InputError(
+            f"No unit can be used: {dict(Counter(reasons.tolist()))}. Check the Jacobian and graph."
+        )
     known = _confounds(g, measured.norm_gain)
     names, constant = _chosen(confounds, known, used)
 
@@ -453,7 +458,7 @@ def _community_level(
     basis = statistics.rank_basis(np.empty((0, n)))
     projector, note = math.nan, ""
     if measured.squares is None:
-        note = "no projector gain: only log gains were given"
+        note = NO_PROJECTOR
     else:
         power = means(measured.squares.numpy()[used])  # ‖M Π_c‖²_F / |c|
         place = means(bridges.participation.numpy()[used])

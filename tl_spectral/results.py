@@ -134,9 +134,7 @@ class Result:
         document = {"type": type(self).__name__, "values": values}
         document["sha256"] = _digest(tensors, document)
         header = {_HEADER: json.dumps(document, sort_keys=True, ensure_ascii=False)}
-        target = Path(path)
-        if target.suffix != ".safetensors":
-            target = target.with_name(target.name + ".safetensors")
+        target = _with_suffix(path)
         write_atomically(target, safetensors_bytes(tensors, metadata=header))
         return target
 
@@ -145,7 +143,7 @@ class Result:
         """Read a result that :meth:`save` wrote.
 
         Args:
-            path: The file.
+            path: The file, with or without its suffix.
 
         Returns:
             The result, equal to the one saved.
@@ -154,7 +152,7 @@ class Result:
             InputError: If there is no such file.
             CorruptResultError: If the file is truncated, edited, or holds another kind of result.
         """
-        tensors, document = _read(Path(path))
+        tensors, document = _read(_with_suffix(path))
         if document.get("type") != cls.__name__:
             raise CorruptResultError(
                 f"{path} holds a {document.get('type')}, not a {cls.__name__}. "
@@ -181,6 +179,13 @@ class Result:
             else:
                 values[name] = tensor
         return cls(**values)
+
+
+def _with_suffix(path: str | os.PathLike[str]) -> Path:
+    target = Path(path)
+    if target.suffix == ".safetensors":
+        return target
+    return target.with_name(target.name + ".safetensors")
 
 
 def write_atomically(target: Path, data: bytes) -> None:

@@ -1,6 +1,6 @@
 """What a run shows, claim by claim: effect, baseline, uncertainty, verdict, and a sentence.
 
-Verdicts: ``holds`` (the effect is there, beyond its baseline and beyond the control),
+Verdicts: ``holds`` (the effect is there, beyond its baseline and beyond the control if one was run),
 ``not learned`` (the re-initialised control shows it too), ``no effect`` (it cannot be told from its
 baseline), ``cannot tell`` (too few layers or samples, or no standard attention).
 """
@@ -18,6 +18,7 @@ from tl_spectral.analysis.options import RunOptions
 
 Tables = dict[str, pd.DataFrame]
 MIN_LAYERS = 6  # fewer make no early and late third
+MIN_DEPTH = 3
 MIN_PROMPTS = 3  # the interval of two is as wide as the world
 _FEW_PROMPTS = f"the spread over prompts needs {MIN_PROMPTS} at least; raise spectrum_samples"
 HOLDS, NO_EFFECT, NOT_LEARNED, CANNOT_TELL = "holds", "no effect", "not learned", "cannot tell"
@@ -302,6 +303,8 @@ def _near_symmetric(tables: Tables, options: RunOptions) -> Finding:
     claim = "late symmetry is more than the skip"
     question = "Is J more symmetric in late layers than identity plus a random update of that size?"
     profile = _profile(tables, "trained", "antisymmetric_energy", "J", "natural")
+    if len(profile) < MIN_LAYERS:
+        return _unjudged(claim, question, f"{len(profile)} layers make no last third")
     skip = _profile(tables, "trained", "antisymmetric_energy", "J", "natural", "skip_baseline")
     third = max(2, len(profile) // 3)
     late = skip.to_numpy()[-third:] - profile.to_numpy()[-third:]
@@ -359,9 +362,11 @@ def _funnel(tables: Tables, options: RunOptions) -> Finding:
         return _unjudged(claim, question, "the layers analysed are not consecutive")
     if len(ranks) < MIN_PROMPTS:
         return _unjudged(claim, question, _FEW_PROMPTS)
+    if len(options.layers) < MIN_DEPTH:
+        return _unjudged(claim, question, f"{len(options.layers)} layers are no stack")
     chain = tables["chain"]
     last = chain[(chain["variant"] == "trained") & (chain["layer"] == chain["layer"].max())]
-    random = float(last["baseline_effective_rank"].iloc[0])
+    random = float(last["baseline_effective_rank"].dropna().iloc[0])
     first = _geometric_mean(_ranks(tables, "trained", "per_sample", first=True))
     mean = _geometric_mean(ranks)
     baseline = f"I + random updates of the same norms {random:.1f}"
@@ -432,6 +437,10 @@ def _modules(tables: Tables, options: RunOptions) -> Finding:
     question = "Is the unit graph more modular than a rewired graph of the same degrees?"
     by_variant = dict(iter(tables["communities"].groupby("variant")))
     table = by_variant["trained"]
+    n_units = int((tables["units"]["layer"] == options.layers[0]).sum()) // len(options.variants)
+    if options.samples <= n_units:
+        why = f"{options.samples} texts correlate {n_units} units by their number alone"
+        return _unjudged(claim, question, f"{why}; use more texts than units")
     z = table["z_score"].dropna().to_numpy()
     if not len(z):
         return _unjudged(claim, question, "no layer has a null distribution")

@@ -58,11 +58,11 @@ class RunOptions:
                 f"{self.samples} texts are too few: a correlation over samples needs at least 3, "
                 "and a meaningful one several hundred."
             )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InputError(f"seed must be an integer, got {self.seed!r}.")
         for name in ("jacobian_samples", "spectrum_samples", "top_k", "louvain_runs", "chunk"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.tokens_per_text is not None and self.tokens_per_text < 2:
-            raise InputError(f"tokens_per_text must be at least 2, got {self.tokens_per_text}.")
         if self.permutations < 100:
             raise InputError(f"permutations must be at least 100, got {self.permutations}.")
 

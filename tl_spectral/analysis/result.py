@@ -113,12 +113,12 @@ def _arrays(directory: RunDirectory, options: RunOptions) -> dict[str, Any]:
     drawn = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
     for variant in options.variants:
         for layer in layers:
-            path = directory.task(variant, f"jacobian_{layer:03d}_0000")
-            eigenvalues: Tensor | None = LayerChunk.load(path).eigenvalues
+            chunk = directory.load(LayerChunk, variant, f"jacobian_{layer:03d}_0000")
+            eigenvalues: Tensor | None = chunk.eigenvalues
             if eigenvalues is not None:
                 arrays[f"eigenvalues/{variant}/{layer}"] = eigenvalues
         for layer in drawn:
-            graph = LayerGraph.load(directory.task(variant, f"graph_{layer:03d}"))
+            graph = directory.load(LayerGraph, variant, f"graph_{layer:03d}")
             arrays[f"adjacency/{variant}/{layer}"] = {
                 "row": graph.row,
                 "col": graph.col,

@@ -16,7 +16,7 @@ from tl_spectral.analysis.result import AnalysisResult, load
 from tl_spectral.analysis.store import Manifest, RunDirectory
 from tl_spectral.analysis.tables import assemble
 from tl_spectral.analysis.work import Progress, Work
-from tl_spectral.errors import TLSpectralWarning
+from tl_spectral.errors import InputError, TLSpectralWarning
 from tl_spectral.jacobian.blocks import Context
 from tl_spectral.model import ModelView, load_model, reinitialised
 from tl_spectral.texts import load_texts
@@ -119,6 +119,10 @@ def _prepare(
 ) -> tuple[list[Int[Tensor, " pos"]], RunOptions]:
     """Check everything that can be checked without a forward pass over the texts."""
     loaded = load_texts(texts, n=samples if samples or texts is not None else 1000)
+    if tokens_per_text is not None and tokens_per_text < 2:
+        raise InputError(
+            f"tokens_per_text must be at least 2, or None for whole texts; got {tokens_per_text}."
+        )
     rows = [row[:tokens_per_text] for row in view.tokens(loaded)]
     if samples is not None and len(rows) < samples:
         warnings.warn(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,11 +37,9 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON document."""
-        return {
-            "format": FORMAT,
-            "provenance": asdict(self.provenance),
-            "options": self.options.to_json(),
-        }
+        # The options are said once, outside the provenance.
+        source = asdict(replace(self.provenance, options={}, seed=None))
+        return {"format": FORMAT, "provenance": source, "options": self.options.to_json()}
 
 
 class RunDirectory:
@@ -64,13 +62,14 @@ class RunDirectory:
         file = self.path / "run.json"
         if file.exists():
             differences = _differences(self._document(), manifest.to_json())
-            if differences:
+            if differences and any(self.path.glob("tasks/*/*.safetensors")):
                 raise ProvenanceError(
                     f"{self.path} holds another run; it differs in {'; '.join(differences)}. "
                     "Choose another directory, or repeat the command that made this one."
                 )
-            return
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if not differences:
+                return
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise InputError(f"{self.path} exists and is no run directory. Choose another.")
         write_atomically(file, _dump(manifest.to_json()))
 
@@ -83,15 +82,45 @@ class RunDirectory:
         """
         document = self._document()
         try:
-            return Manifest(
-                Provenance(**document["provenance"]), RunOptions.from_json(document["options"])
-            )
+            options = RunOptions.from_json(document["options"])
+            source = Provenance(**document["provenance"])
+            source = replace(source, seed=options.seed, options=options.to_json())
+            return Manifest(source, options)
         except (KeyError, TypeError) as error:
             raise CorruptResultError(f"{self.path / 'run.json'} is damaged ({error}).") from error
 
     def task(self, variant: str, name: str) -> Path:
         """Where a task's result is kept."""
         return self.path / "tasks" / variant / f"{name}.safetensors"
+
+    def save(self, result: Result, variant: str, name: str) -> None:
+        """Keep a task's result, with its place written into it."""
+        source = result.provenance
+        options = {**source.options, "variant": variant, "task": name}
+        placed = replace(result, provenance=replace(source, options=options))
+        placed.save(self.task(variant, name))
+
+    def load(self, kind: type[ResultT], variant: str, name: str) -> ResultT:
+        """Read a task's result.
+
+        Raises:
+            InputError: If the task is not finished.
+            CorruptResultError: If the file is damaged, or is that of another task.
+        """
+        path = self.task(variant, name)
+        if not path.exists():
+            raise InputError(
+                f"{path} is gone. Repeat the command that made the run; only what is missing is "
+                "computed again."
+            )
+        result = kind.load(path)
+        found = tuple(result.provenance.options.get(key) for key in ("variant", "task"))
+        if found != (variant, name):
+            raise CorruptResultError(
+                f"{path} holds the result of another task ({found}). Delete it and repeat the "
+                "command that made the run; only this part is computed again."
+            )
+        return result
 
     def has(self, variant: str, name: str) -> bool:
         """Whether a task is finished."""
@@ -146,7 +175,9 @@ def _parse(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise CorruptResultError(f"{file} cannot be read ({error}).") from error
+        raise CorruptResultError(
+            f"{file} cannot be read ({error}). Restore it, or delete the whole run directory."
+        ) from error
     if not isinstance(document, dict):
         raise CorruptResultError(f"{file} is no JSON object.")
     return document

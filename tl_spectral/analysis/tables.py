@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tl_spectral.analysis.findings import findings
 from tl_spectral.analysis.options import RunOptions
 from tl_spectral.analysis.store import RunDirectory
 from tl_spectral.analysis.tasks import CHAIN_SIGMAS, LayerChunk, LayerGraph, Rows
-from tl_spectral.coupling import CouplingResult
+from tl_spectral.coupling import NO_PROJECTOR, CouplingResult
 from tl_spectral.statistics import fdr
 from tl_spectral.trend import coupling_trend
 
@@ -38,7 +39,7 @@ def assemble(directory: RunDirectory, options: RunOptions) -> dict[str, pd.DataF
             **_graphs(directory, options, variant),
         }
         couplings = [
-            CouplingResult.load(directory.task(variant, f"coupling_{layer:03d}"))
+            directory.load(CouplingResult, variant, f"coupling_{layer:03d}")
             for layer in options.layers
         ]
         parts["coupling"] = _coupling(couplings, options)
@@ -58,9 +59,9 @@ def _spectra(directory: RunDirectory, options: RunOptions, variant: str) -> pd.D
     rows: list[dict[str, Any]] = []
     for layer in options.layers:
         for number in _chunk_numbers(options):
-            path = directory.task(variant, f"jacobian_{layer:03d}_{number:04d}")
-            rows += LayerChunk.load(path).rows
-        rows += Rows.load(directory.task(variant, f"mean_{layer:03d}")).rows
+            chunk = directory.load(LayerChunk, variant, f"jacobian_{layer:03d}_{number:04d}")
+            rows += chunk.rows
+        rows += directory.load(Rows, variant, f"mean_{layer:03d}").rows
     summary = summarise_spectra(rows)
     summary.loc[summary["estimate"] == "mean_jacobian", "n_samples"] = options.jacobian_samples
     return summary
@@ -97,21 +98,24 @@ def _chain(directory: RunDirectory, options: RunOptions, variant: str) -> pd.Dat
     rows: list[dict[str, Any]] = []
     for number in _chunk_numbers(options):
         if directory.has(variant, f"chain_{number:04d}"):
-            rows += Rows.load(directory.task(variant, f"chain_{number:04d}")).rows
+            rows += directory.load(Rows, variant, f"chain_{number:04d}").rows
     if directory.has(variant, "chain_mean"):
-        rows += Rows.load(directory.task(variant, "chain_mean")).rows
+        rows += directory.load(Rows, variant, "chain_mean").rows
     columns = ["estimate", "units", "sample", "layer", *_CHAIN_METRICS]
     columns += [f"log_sigma_{k + 1}" for k in range(CHAIN_SIGMAS)]
     table = pd.DataFrame(rows, columns=columns)
     random = table[table["estimate"] == "skip_matched_random"]
-    baseline = random.set_index("layer")["effective_rank"]
+    by_layer = random.set_index("layer")["effective_rank"]
     table = table[table["estimate"] != "skip_matched_random"].reset_index(drop=True)
-    table["baseline_effective_rank"] = table["layer"].map(baseline)
+    # The random blocks have the raw norms of single prompts' updates, so they fit those rows only.
+    fits = (table["estimate"] == "per_sample") & (table["units"] == "raw")
+    table["baseline_effective_rank"] = table["layer"].map(by_layer).where(fits)
+    table["note"] = np.where(fits, "", "baseline: for single prompts in raw units only")
     return table
 
 
 def _ov(directory: RunDirectory, variant: str) -> dict[str, pd.DataFrame]:
-    rows = Rows.load(directory.task(variant, "ov")).rows
+    rows = directory.load(Rows, variant, "ov").rows
     heads = [row for row in rows if "head" in row]
     modes = [row for row in rows if "rule" in row]
     refused = [row for row in rows if "reason" in row]
@@ -128,9 +132,7 @@ def _first(table: pd.DataFrame, *names: str) -> pd.DataFrame:
 
 
 def _graphs(directory: RunDirectory, options: RunOptions, variant: str) -> dict[str, pd.DataFrame]:
-    graphs = [
-        LayerGraph.load(directory.task(variant, f"graph_{layer:03d}")) for layer in options.layers
-    ]
+    graphs = [directory.load(LayerGraph, variant, f"graph_{layer:03d}") for layer in options.layers]
     return {
         "communities": _first(pd.DataFrame([graph.community for graph in graphs]), "layer"),
         "units": _first(
@@ -145,6 +147,8 @@ def _coupling(couplings: list[CouplingResult], options: RunOptions) -> pd.DataFr
     table["n_samples_jacobian"] = options.jacobian_samples
     # The gains are means over prompts; the projector gain needs one matrix.
     table = table.drop(columns="projector_rho")
+    table["note"] = table["note"].str.replace(NO_PROJECTOR, "", regex=False).str.strip("; ")
+    table["gain"] = f"mean over prompts of the {couplings[0].gain}"
     table["unit_q"] = fdr(table["unit_p"].to_numpy())
     table["community_q"] = fdr(table["community_p"].to_numpy())
     return table

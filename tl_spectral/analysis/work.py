@@ -84,8 +84,7 @@ class Work:
         self._graphs(variant, states, provenance)
 
     def _states(self, variant: str, view: ModelView) -> ResidualStates:
-        path = self.directory.task(variant, "states")
-        if not path.exists():
+        if not self.directory.has(variant, "states"):
             label = f"{variant}: residual states of {len(self.rows)} texts"
             self.step(label, 0)
             states = capture(
@@ -95,9 +94,9 @@ class Work:
                 layers=self.options.layers,
                 sites=("resid_pre", "resid_post"),
             )
-            states.save(path)
+            self.directory.save(states, variant, "states")
         self.step(f"{variant}: residual states")
-        return ResidualStates.load(path)
+        return self.directory.load(ResidualStates, variant, "states")
 
     def _jacobians(
         self, variant: str, view: ModelView, states: ResidualStates, provenance: Provenance
@@ -125,19 +124,17 @@ class Work:
                 if wants_chain:
                     kept[layer] = matrices[: len(decomposed)].clone()
                 if layer in pending:
-                    self._layer_chunk(
-                        variant, layer, matrices, decomposed, states, provenance
-                    ).save(self.directory.task(variant, names[layer]))
+                    chunk = self._layer_chunk(layer, matrices, decomposed, states, provenance)
+                    self.directory.save(chunk, variant, names[layer])
                 self.step(f"{variant}: Jacobians and spectra, layer {layer}")
             if wants_chain and not self.directory.has(variant, chain_name):
                 rows = self._chains(decomposed, kept, states)
-                Rows(rows=tuple(rows), provenance=provenance).save(
-                    self.directory.task(variant, chain_name)
+                self.directory.save(
+                    Rows(rows=tuple(rows), provenance=provenance), variant, chain_name
                 )
 
     def _layer_chunk(
         self,
-        variant: str,
         layer: int,
         matrices: Float[Tensor, "sample d_model d_model"],
         decomposed: list[int],
@@ -188,7 +185,7 @@ class Work:
     def _layer(self, variant: str, layer: int) -> list[LayerChunk]:
         """All finished Jacobian chunks of a layer."""
         return [
-            LayerChunk.load(self.directory.task(variant, f"jacobian_{layer:03d}_{number:04d}"))
+            self.directory.load(LayerChunk, variant, f"jacobian_{layer:03d}_{number:04d}")
             for number in range(len(self.chunks))
         ]
 
@@ -215,8 +212,8 @@ class Work:
         )
         self.step(f"{variant}: spectra of mean Jacobians", len(layers) - len(pending))
         for layer, (rows, _) in zip(pending, self._stream(calls), strict=True):
-            Rows(rows=tuple(rows), provenance=provenance).save(
-                self.directory.task(variant, f"mean_{layer:03d}")
+            self.directory.save(
+                Rows(rows=tuple(rows), provenance=provenance), variant, f"mean_{layer:03d}"
             )
             self.step(f"{variant}: spectra of mean Jacobians, layer {layer}")
         if self.consecutive and not self.directory.has(variant, "chain_mean"):
@@ -236,8 +233,8 @@ class Work:
                 {**key, **row}
                 for row in skip_matched_chain(norms, len(matrices[0]), layers, self.options.seed)
             ]
-            Rows(rows=tuple(rows), provenance=provenance).save(
-                self.directory.task(variant, "chain_mean")
+            self.directory.save(
+                Rows(rows=tuple(rows), provenance=provenance), variant, "chain_mean"
             )
         self.step(f"{variant}: chain of mean Jacobians")
 
@@ -250,7 +247,7 @@ class Work:
                 rows.append({"reason": str(error)})
             else:
                 rows += records(circuits.to_dataframe()) + records(circuits.modes_dataframe())
-            Rows(rows=tuple(rows), provenance=provenance).save(self.directory.task(variant, "ov"))
+            self.directory.save(Rows(rows=tuple(rows), provenance=provenance), variant, "ov")
         self.step(f"{variant}: OV circuits")
 
     def _graphs(
@@ -279,8 +276,8 @@ class Work:
             graph, coupled = result
             assert isinstance(graph, LayerGraph)
             assert isinstance(coupled, CouplingResult)
-            graph.save(self.directory.task(variant, f"graph_{layer:03d}"))
-            coupled.save(self.directory.task(variant, f"coupling_{layer:03d}"))
+            self.directory.save(graph, variant, f"graph_{layer:03d}")
+            self.directory.save(coupled, variant, f"coupling_{layer:03d}")
             self.step(f"{variant}: graph, communities and coupling, layer {layer}")
 
     def _stream(self, calls: Any) -> Iterator[Any]:

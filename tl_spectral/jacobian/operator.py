@@ -45,6 +45,10 @@ class JacobianOperator:
         Raises:
             InputError: If the shape does not fit.
         """
+        if not isinstance(X, Tensor):
+            raise InputError(
+                f"Expected a tensor, got a {type(X).__name__}; op.to_scipy() takes arrays."
+            )
         if X.ndim not in (1, 2) or X.shape[0] != self.shape[0]:
             raise InputError(f"Expected [{self.shape[0]}] or [{self.shape[0]}, k], got {X.shape}.")
         columns = X.reshape(X.shape[0], -1).T.to(self._graph.target)

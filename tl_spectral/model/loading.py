@@ -163,9 +163,9 @@ def _require_reachable(name: str) -> None:
     """One request instead of the hub client's half minute of retries for a mistyped name."""
     from huggingface_hub import model_info, try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
     try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
         model_info(name, timeout=10)
     except Exception as error:  # whatever the network raises, the advice is the same
         reason = str(error).strip().splitlines()[0]
