@@ -1,8 +1,8 @@
 """What a run shows, claim by claim: effect, baseline, uncertainty, verdict, and a sentence.
 
-Verdicts: ``holds`` (the effect is there, beyond its baseline and beyond the control if one was run),
-``not learned`` (the re-initialised control shows it too), ``no effect`` (it cannot be told from its
-baseline), ``cannot tell`` (too few layers or samples, or no standard attention).
+Verdicts: ``holds`` (the effect is there, beyond its baseline, and beyond the control if one was
+run), ``not learned`` (the re-initialised control shows it too), ``no effect`` (it cannot be told
+from its baseline), ``cannot tell`` (too few layers or samples, or no standard attention).
 """
 
 from __future__ import annotations
