@@ -286,7 +286,7 @@ def test_too_little_is_not_judged(tmp_path):
         "averaging over prompts raises the rank",
         "units form communities",
         "late symmetry is more than the skip",
-        "early layers rotate, late layers are near-symmetric",
+        "rotation falls with depth",
         "bridge units follow the operator",
     ):
         assert verdicts[claim] == "cannot tell", claim

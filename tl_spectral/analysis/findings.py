@@ -19,7 +19,7 @@ from tl_spectral.analysis.options import RunOptions
 Tables = dict[str, pd.DataFrame]
 MIN_LAYERS = 6  # fewer make no early and late third
 MIN_DEPTH = 3
-MIN_PROMPTS = 3  # the interval of two is as wide as the world
+MIN_PROMPTS = 4  # the interval of two or three is as wide as the world
 _FEW_PROMPTS = f"the spread over prompts needs {MIN_PROMPTS} at least; raise spectrum_samples"
 HOLDS, NO_EFFECT, NOT_LEARNED, CANNOT_TELL = "holds", "no effect", "not learned", "cannot tell"
 
@@ -233,7 +233,7 @@ def _unit_coupling(tables: Tables, options: RunOptions) -> Finding:
 
 
 def _gradient(tables: Tables, options: RunOptions) -> Finding:
-    claim = "early layers rotate, late layers are near-symmetric"
+    claim = "rotation falls with depth"
     question = "Does the antisymmetric energy of the update R fall with depth?"
     profile = _profile(tables, "trained", "antisymmetric_energy", "R", "natural")
     if len(profile) < MIN_LAYERS:
