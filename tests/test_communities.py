@@ -110,7 +110,7 @@ def test_planted_communities_are_found_stable_and_surprising() -> None:
     states, truth = planted_states()
     found = communities(unit_graph(states, top_k=5), runs=5, nulls=5)
     assert agreement(np.stack([found.labels.numpy(), truth]))[0][0, 1] == 1
-    assert found.stability_ari == found.stability_nmi == 1
+    assert found.stability == found.stability_ari == found.stability_nmi == 1
     assert found.z_score > 20
     assert found.sizes.tolist() == [15] * 4
     assert bool((found.to_dataframe()["agreement"] == 1).all())

@@ -80,6 +80,11 @@ class Communities(Result):
         return self.labels.numel()
 
     @property
+    def stability(self) -> float:
+        """Mean pairwise adjusted Rand index of the runs: 1 if all agree, 0 as if by chance."""
+        return self.stability_ari
+
+    @property
     def n_communities(self) -> int:
         """Number of communities of the consensus partition."""
         return int(self.labels.max()) + 1
