@@ -139,7 +139,7 @@ def sample_jacobians(
         An iterator of (layer, Jacobians in the order of the prompts).
     """
     plan = _plan(model, tokens, layers, pos, None, context, scope, engine, chunk)
-    return ((layer, matrices) for layer, matrices in _per_sample(plan, chunk, max_bytes))
+    return _per_sample(plan, chunk, max_bytes)
 
 
 def span_jacobian(

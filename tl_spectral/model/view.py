@@ -22,7 +22,6 @@ from torch import Tensor
 from tl_spectral.errors import (
     InputError,
     ModelStateError,
-    TLSpectralError,
     TLSpectralWarning,
     UnsupportedModelError,
 )
@@ -362,8 +361,6 @@ def by_length(tokens: Sequence[Int[Tensor, " _"]]) -> dict[int, list[int]]:
 
 
 def _require_bridge(model: Any) -> None:
-    if isinstance(model, TLSpectralError | ModelView):
-        raise UnsupportedModelError(f"Expected a model, got a {type(model).__name__}.")
     from transformer_lens.model_bridge import TransformerBridge
 
     if not isinstance(model, TransformerBridge):
