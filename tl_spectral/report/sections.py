@@ -150,7 +150,8 @@ def funnel(run: Any) -> Section:
         (_UNITS[units],): plots.funnel_figure(
             table[table["units"] == units] if "units" in table else table, units=units
         )
-        for units in _options(table, "units", _UNITS)
+        # Raw units first: the chains of random blocks are matched to those.
+        for units in reversed([*_options(table, "units", _UNITS)])
     }
     panel = _panel(
         "Directions that survive",
