@@ -12,7 +12,7 @@ from zoo import VOCAB, WIDTH
 
 # Parallel blocks: attention and MLP read the same state, so there is none between them.
 PARALLEL = ("pythia", "gptj")
-ENCODERS = ("bert", "roberta")
+ENCODERS = ("bert", "roberta", "albert")
 
 
 def prompts(n: int, length: int, seed: int = 0) -> Tensor:

@@ -215,6 +215,7 @@ MIDDLES = {
     "olmo2": "mlp.hook_in",
     "bert": "ln1.hook_out",
     "roberta": "ln1.hook_out",
+    "albert": "ln1.hook_out",
 }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from oracles import prompts, relative
+from oracles import ENCODERS, prompts, relative
 from torch import Tensor
 from transformer_lens import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
@@ -461,7 +461,7 @@ def test_ov_factors_give_the_attention_output(name: str, model_of: ModelOf) -> N
         return activation + torch.linspace(-1, 1, WIDTH)
 
     # attn.hook_out of BLOOM holds the skip connection, that of encoders the norm after it.
-    parts = {"bloom": "hook_attn_out", "bert": "attn.o.hook_out", "roberta": "attn.o.hook_out"}
+    parts = {"bloom": "hook_attn_out", **dict.fromkeys(ENCODERS, "attn.o.hook_out")}
     out = f"blocks.1.{parts.get(name, 'attn.hook_out')}"
     outputs, inputs = [], []
     for hooks in ([], [("blocks.1.hook_in", nudge)]):

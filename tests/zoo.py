@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import transformers as tf
-from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+from tl_spectral import boot_albert
 
 VOCAB, WIDTH, LAYERS, HEADS, CONTEXT = 64, 24, 3, 4, 32
 
@@ -82,10 +83,14 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "bert": ("BertForMaskedLM", lambda: tf.BertConfig(**_BERT)),
     "roberta": ("RobertaForMaskedLM", lambda: tf.RobertaConfig(**{**_BERT, "pad_token_id": 1})),
+    "albert": (
+        "AlbertForMaskedLM",
+        lambda: tf.AlbertConfig(**{**_BERT, "max_position_embeddings": CONTEXT}, embedding_size=16),
+    ),
 }
 
 
-def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> TransformerBridge:
+def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A tiny random model: every weight moved off its special value, norms and biases included."""
     architecture, config = ARCHITECTURES[name]
     with torch.random.fork_rng(devices=[]):
@@ -96,6 +101,9 @@ def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tra
             parameter.data.add_(torch.randn_like(parameter) * 0.15)
     hf = hf.to(dtype)
     hf.set_attn_implementation("eager")
+    if name == "albert":
+        hf.config.name_or_path = f"tiny-{name}"
+        return boot_albert(hf)
     return build_bridge_from_module(
         hf, architecture=architecture, hf_config=hf.config, model_name=f"tiny-{name}", dtype=dtype
     )

@@ -39,7 +39,7 @@ from tl_spectral.jacobian import (
     sample_jacobians,
     span_jacobian,
 )
-from tl_spectral.model import available_models, load_model, reinitialised
+from tl_spectral.model import available_models, boot_albert, load_model, reinitialised
 from tl_spectral.ov import OVCircuits, PrincipalMode, ov_circuits
 from tl_spectral.power import ConsensusResult, PowerAlignment, power_alignment, simulate_power
 from tl_spectral.profile import Profile, profile
@@ -84,6 +84,7 @@ __all__ = [
     "block_jacobian",
     "block_jacobians",
     "block_spectra",
+    "boot_albert",
     "bridge_units",
     "capture",
     "chain",

@@ -1,6 +1,12 @@
 """The seam: everything that tl_spectral knows about TransformerLens lives in this package."""
 
-from tl_spectral.model.loading import ModelEntry, available_models, load_model, reinitialised
+from tl_spectral.model.loading import (
+    ModelEntry,
+    available_models,
+    boot_albert,
+    load_model,
+    reinitialised,
+)
 from tl_spectral.model.view import ModelView, Site
 
 __all__ = [
@@ -8,6 +14,7 @@ __all__ = [
     "ModelView",
     "Site",
     "available_models",
+    "boot_albert",
     "load_model",
     "reinitialised",
 ]

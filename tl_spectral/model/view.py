@@ -1,4 +1,4 @@
-"""A read-only view of a ``TransformerBridge``: names, positions, checks, and how to run it.
+"""A read-only view of a hooked model: names, positions, checks, and how to run it.
 
 The view never changes the model: hooks are removed, gradient flags restored and nothing is
 written, also when a forward pass ends in an exception.
@@ -45,10 +45,10 @@ class ModelView:
     """What the analysis needs to know of a model, and the only way it touches one.
 
     Args:
-        model: A TransformerLens ``TransformerBridge``, in evaluation mode.
+        model: A TransformerLens ``TransformerBridge`` or a ``HookedAlbert``, in evaluation mode.
 
     Raises:
-        UnsupportedModelError: If it is not such a bridge, or has no single residual stream.
+        UnsupportedModelError: If it is no such model, or has no single residual stream.
         ModelStateError: If a submodule is in train mode or a weight is not finite.
     """
 
@@ -363,11 +363,14 @@ def by_length(tokens: Sequence[Int[Tensor, " _"]]) -> dict[int, list[int]]:
 def _require_bridge(model: Any) -> None:
     from transformer_lens.model_bridge import TransformerBridge
 
-    if not isinstance(model, TransformerBridge):
+    from tl_spectral.model.albert import HookedAlbert
+
+    if not isinstance(model, (TransformerBridge, HookedAlbert)):
         raise UnsupportedModelError(
             f"Expected a TransformerLens TransformerBridge, got {type(model).__name__}. Load one "
-            "with TransformerBridge.boot_transformers(name) or tls.load_model(name); remote "
-            "bridges (vLLM, Inspect) have neither weights nor gradients."
+            "with TransformerBridge.boot_transformers(name) or tls.load_model(name), ALBERT with "
+            "tls.boot_albert(name); remote bridges (vLLM, Inspect) have neither weights nor "
+            "gradients."
         )
     name = model.cfg.model_name
     if not hasattr(model, "blocks") or hasattr(model, "encoder_blocks"):
