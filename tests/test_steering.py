@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,9 +27,12 @@ from tl_spectral.errors import (
 from tl_spectral.model.edits import _stacks
 from tl_spectral.ov import ov_circuits
 from tl_spectral.power import power_alignment, simulate_power
-from tl_spectral.steering import SteeringReport, _alpha, steer
+from tl_spectral.steering import SteeringReport
+from tl_spectral.steering import steer as steer_and_generate
+from tl_spectral.steering.alpha import GapSolver
 
 TEXTS = [prompts(1, 9)[0], prompts(1, 5)[0] + 1]
+steer = partial(steer_and_generate, generate=0)  # continuations have their own tests
 
 
 def direction(seed: int = 0, d: int = 24) -> Tensor:
@@ -57,7 +61,7 @@ def untouched(model: Any) -> Iterator[None]:
 # ---------------------------------------------------------------------- the edit
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "albert"])
 def test_edit_of_the_weights(name: str) -> None:
     """Kills: W_O transposed, the wrong layer, α from another gap, weights not put back."""
     model, w = tiny(name), direction()
@@ -71,7 +75,7 @@ def test_edit_of_the_weights(name: str) -> None:
         mode = inside.principal(1)
         assert mode.gap == pytest.approx(3.0, rel=1e-4)
         assert report.gap == pytest.approx(3.0, rel=1e-5)
-        assert mode.eigenvalue.real == pytest.approx(report.eigenvalue, rel=1e-4)
+        assert mode.eigenvalue.real == pytest.approx(report.eigenvalue.real, rel=1e-4)
         cosine = (mode.subspace[:, 0] @ report.direction).abs().item()
         assert cosine == pytest.approx(report.eigenvector_cosine, abs=1e-4)
         assert cosine > 0.95
@@ -120,7 +124,7 @@ def test_alpha_meets_the_gap(skip: bool, gap: float) -> None:
         w /= w.norm()
         r = w.clone()
         r[:12] = 0
-        alpha = _alpha(F, w, r, gap, skip)
+        alpha = GapSolver(F, w, r, skip).alpha(gap)
         assert alpha > 0
         values = torch.linalg.eigvals(F + alpha * torch.outer(w, r))
         strengths = (values + skip).abs().sort(descending=True).values
@@ -184,14 +188,14 @@ def test_restored_after_an_exception() -> None:
 
 
 def test_failing_measurement_leaves_no_trace(monkeypatch: Any) -> None:
-    import tl_spectral.steering as module
+    from tl_spectral.steering import account as module
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("no memory")
 
     model = tiny("gpt2")
     with untouched(model):
-        monkeypatch.setattr(module, "_controls", fail)
+        monkeypatch.setattr(module, "_rivals", fail)
         with pytest.raises(RuntimeError, match="no memory"), steer(model, direction()):
             pass
 
@@ -348,7 +352,7 @@ def test_controls() -> None:
 
 
 def test_random_controls_are_as_large_as_the_edit(monkeypatch: Any) -> None:
-    import tl_spectral.steering as module
+    from tl_spectral.steering import edit as module
 
     model = tiny("llama")
     W_V = ov_circuits(model).W_V[2].double().transpose(0, 1).flatten(1)

@@ -2,21 +2,32 @@
 
 A ``TransformerBridge`` shows ``W_O`` as a view of the stored parameter on every architecture
 (nn.Linear, Conv1D, fused query-key-value, raw or compatibility mode), so it is written through that
-view and its strides do the transposing. Where the view is a copy the edit is refused.
+view and its strides do the transposing. Where the view is a copy the edit is refused; where layers
+share the parameter (ALBERT), the edit of one of them is a hook that computes the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_spectral.errors import ModelStateError, UnsupportedModelError
 from tl_spectral.model.view import ModelView
+
+
+@contextmanager
+def forward_hook(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """A hook of PyTorch's own, which TransformerLens' ``reset_hooks()``, called at will, leaves."""
+    handle = module.register_forward_hook(function)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _Stack:
@@ -49,6 +60,17 @@ def _output_weight(view: ModelView, layer: int) -> Float[Tensor, "head_d_head d_
     return weight
 
 
+def shares_output_weight(view: ModelView, layer: int) -> bool:
+    """Whether another layer uses the stored ``W_O`` of this one, as all of ALBERT's do."""
+    address = _output_weight(view, layer).data_ptr()
+    return any(
+        parameter.data_ptr() == address
+        for other, block in enumerate(view.source.blocks)
+        if other != layer
+        for parameter in block.parameters()
+    )
+
+
 @contextmanager
 def _writable() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
@@ -62,12 +84,17 @@ def output_weight_plus(
     """``W_O + delta`` inside; bit for bit ``W_O`` after, also after an exception.
 
     Edits may nest, end in any order, and come from several models that share the weight. Whatever
-    else is written to this weight inside is undone as well.
+    else is written to this weight inside is undone as well. Where other layers share the weight,
+    it is not written: this layer's output projection adds ``z @ delta`` to what it returns.
 
     Raises:
         ModelStateError: On leaving, if the model was put in compatibility mode inside: that
             rewrote the weights together with the edit, and nothing can take it out again.
     """
+    if shares_output_weight(view, layer):
+        with _projection_plus(view, layer, delta):
+            yield
+        return
     key = object()
     with _writable():
         weight = _output_weight(view, layer)
@@ -95,13 +122,25 @@ def output_weight_plus(
 
 
 @contextmanager
-def _forward_hook(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    # PyTorch's own hooks: TransformerLens' reset_hooks(), which users call at will, leaves them.
-    handle = module.register_forward_hook(function)
-    try:
+def _projection_plus(
+    view: ModelView, layer: int, delta: Float[Tensor, "head_d_head d_model"]
+) -> Iterator[None]:
+    # Not on the module inside a bridge, which layers that share weights may share as well.
+    projection = view.source.blocks[layer].attn.o
+    seen: list[Tensor] = []
+
+    def keep(module: Any, args: Any, z: Tensor) -> None:
+        seen[:] = [z]
+
+    def add(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        z = (seen[0] if seen else args[0]).reshape(*output.shape[:-1], -1)
+        return output + z @ delta.to(z.device, z.dtype)
+
+    with ExitStack() as stack:
+        if hasattr(projection, "hook_in"):  # what is projected once the user's hooks have run
+            stack.enter_context(forward_hook(projection.hook_in, keep))
+        stack.enter_context(forward_hook(projection, add))
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -126,7 +165,7 @@ def attention_plus(
         amount = state @ read.to(state.device, state.dtype)
         return output + amount[..., None] * write.to(output.device, output.dtype)
 
-    with _forward_hook(attention.hook_in, keep), _forward_hook(attention.o, add):
+    with forward_hook(attention.hook_in, keep), forward_hook(attention.o, add):
         yield
 
 
@@ -137,27 +176,8 @@ def residual_plus(view: ModelView, layer: int, vector: Float[Tensor, " d_model"]
     def add(module: Any, args: Any, state: Tensor) -> Tensor:
         return state + vector.to(state.device, state.dtype)
 
-    with _forward_hook(view.source.blocks[layer].hook_out, add):
+    with forward_hook(view.source.blocks[layer].hook_out, add):
         yield
-
-
-def run_once(
-    view: ModelView, tokens: Int[Tensor, " pos"], layer: int
-) -> tuple[Float[Tensor, "pos d_vocab"], Float[Tensor, "pos d_model"]]:
-    """Log-probabilities and ``resid_post`` of one layer, of the model itself, edits included.
-
-    Half-precision models run as they are here: it is their own edited weights that matter.
-    """
-    seen: list[Tensor] = []
-
-    def keep(module: Any, args: Any, state: Tensor) -> None:
-        seen.append(state)
-
-    hook = _forward_hook(view.source.blocks[layer].hook_out, keep)
-    with torch.no_grad(), hook:
-        logits: Tensor = view.source(tokens[None].to(view.device))
-    states = seen[0].detach().reshape(len(tokens), -1).cpu().double()
-    return torch.log_softmax(logits[0].detach().cpu().double(), dim=-1), states
 
 
 def unembedding(view: ModelView, token: int) -> Float[Tensor, " d_model"]:
