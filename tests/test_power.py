@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import prompts
+from oracles import ENCODERS, prompts
 from scipy import stats
 from torch import Tensor
 from zoo import ARCHITECTURES
@@ -101,12 +101,14 @@ def test_criterion_is_a_fact_about_weights(model_of: Any) -> None:
 
 def test_random_maps_have_the_norm_of_the_layer_and_their_own_v1(llama: Any) -> None:
     """Kills: dominance taken before scaling, which |1 + λ| does not survive."""
-    from tl_spectral.power import _targets
+    from tl_spectral.power.alignment import _targets
 
     ov = ov_circuits(llama)
     generator = torch.Generator().manual_seed(0)
-    for layer, targets in enumerate(_targets(ModelView(llama), (0, 1, 2), True, 1, 8, generator)):
-        for mode, M in zip(targets[-1].modes, targets[-1].maps, strict=True):
+    for layer, targets in enumerate(
+        _targets(ModelView(llama), (0, 1, 2), True, "none", 1, 8, generator)
+    ):
+        for mode, M in zip(targets[-2].modes, targets[-2].maps, strict=True):
             F = M - torch.eye(24, dtype=torch.float64)
             assert F.norm().item() == pytest.approx(ov.layer_matrix(layer).norm().item())
             expected = dominant_modes(F)[0]
@@ -118,7 +120,7 @@ def test_random_maps_have_the_norm_of_the_layer_and_their_own_v1(llama: Any) -> 
 
 def test_criterion_can_say_no() -> None:
     """Kills: ‖M v1‖ instead of ‖Mᵀ v1‖: here the first is large and the second small."""
-    from tl_spectral.power import _random_alignment, _Target
+    from tl_spectral.power.alignment import _random_alignment, _Target
 
     F = torch.zeros(16, 16, dtype=torch.float64)
     F[0, 0] = 0.5  # dominant, but a far larger nilpotent part fills ‖F‖ without touching row 0
@@ -159,7 +161,7 @@ def test_chance_is_the_mean_over_random_vectors() -> None:
 
 def test_interval(gpt2: Any) -> None:
     """One text: Wilson's. Texts that agree within themselves count as one observation each."""
-    from tl_spectral.power import _effective
+    from tl_spectral.power.rho import effective_count as _effective
 
     p = power_alignment(gpt2, TEXTS[0])
     wilson = stats.binomtest(round(p.rho[0].item() * 9), 9).proportion_ci(method="wilson")
@@ -177,7 +179,7 @@ def test_result(gpt2: Any, tmp_path: Any) -> None:
     again = PowerAlignment.load(p.save(tmp_path / "p"))
     assert again.to_dataframe().equals(p.to_dataframe())
     assert again.provenance == p.provenance
-    assert set(p.controls) == {"v2", "v3", "other layer", "random F"}
+    assert set(p.controls) == {"v2", "v3", "other layer", "random F", "rotated F"}
     names = {trace.name for trace in p.plot().data}
     assert {"v1, after", "random F, random tokens", "‖Mᵀv1‖"} <= names
     only_first = power_alignment(gpt2, TEXTS[0][:1]).to_dataframe()
@@ -361,7 +363,7 @@ def test_classes_do_not_depend_on_the_basis() -> None:
     torch.testing.assert_close(one.final @ Q.T, two.final)
 
 
-@pytest.mark.parametrize("name", [n for n in ARCHITECTURES if n not in ("bert", "roberta")])
+@pytest.mark.parametrize("name", [n for n in ARCHITECTURES if n not in ENCODERS])
 def test_query_and_key_weights_are_those_that_are_applied(name: str, model_of: Any) -> None:
     model = model_of(name)
     W_Q, W_K = query_key_factors(ModelView(model), 1)

@@ -16,11 +16,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_spectral.errors import InputError
+from tl_spectral.limits import classify, compare, observed_rate, predict
 from tl_spectral.model import ModelView
 from tl_spectral.model.edits import query_key_factors
-from tl_spectral.model.view import StopForward
-from tl_spectral.modes import Mode, dominant_modes, eigensystem, layer_matrix, left_vector
+from tl_spectral.model.view import Fold, StopForward
+from tl_spectral.modes import dominant_modes, layer_matrix
 from tl_spectral.results import Provenance, Result, library_versions
+from tl_spectral.token_geometry import effective_rank
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,9 +33,6 @@ Mask = Literal["full", "causal"]
 Step = Callable[[Tensor], Tensor]
 
 _WINDOW = 64  # last states from which a cycle is read
-_FLOOR = 1e-11  # distances below this are rounding
-_RATE_TOLERANCE = {"full": 0.02, "causal": 0.05}
-_ANGLE_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,10 @@ class ConsensusResult(Result):
             moves in the last step, radians), ``tol``.
         order: ``‖mean x̂‖`` before the first step and after each; 1 is consensus.
         mean_cosine: Mean cosine over all pairs of tokens, likewise.
-        axis_share: Largest eigenvalue of the mean of ``x̂ x̂ᵀ``: 1 if all lie on one line.
+        axis_share: Largest eigenvalue of the mean of ``x̂ x̂ᵀ``: 1 if all lie on one line. Its
+            inverse is the stable rank of the tokens.
+        effective_rank: ``exp(−Σ p ln p)``, ``p = σ²/Σσ²`` of the matrix of tokens: 1 on one line, 2
+            for an even spread over a plane, just below the number of tokens for random ones.
         gamma: Alignment with the dominant mode of the layer just applied (of the first layer
             for the start), mean over tokens.
         distance: Root mean square distance to the dominant eigenspace; ``None`` unless one matrix
@@ -82,6 +84,7 @@ class ConsensusResult(Result):
     order: Float[Tensor, " time"]
     mean_cosine: Float[Tensor, " time"]
     axis_share: Float[Tensor, " time"]
+    effective_rank: Float[Tensor, " time"]
     gamma: Float[Tensor, " time"]
     distance: Float[Tensor, " time"] | None
     final: Float[Tensor, "token d_model"]
@@ -103,8 +106,13 @@ class ConsensusResult(Result):
         """Number of steps taken."""
         return len(self.order) - 1
 
+    @property
+    def stable_rank(self) -> Float[Tensor, " time"]:
+        """``Σσ²/σ₁²`` of the matrix of tokens, the inverse of :attr:`axis_share`."""
+        return 1 / self.axis_share
+
     def to_dataframe(self) -> pd.DataFrame:
-        """One row per step (0 is the start): order, mean cosine, axis share, γ, distance."""
+        """One row per step (0 is the start): order, cosine, axis share, ranks, γ, distance."""
         import pandas as pd
 
         distance = [None] * len(self.order) if self.distance is None else self.distance.tolist()
@@ -115,6 +123,8 @@ class ConsensusResult(Result):
                 "order": self.order.tolist(),
                 "mean_cosine": self.mean_cosine.tolist(),
                 "axis_share": self.axis_share.tolist(),
+                "effective_rank": self.effective_rank.tolist(),
+                "stable_rank": self.stable_rank.tolist(),
                 "gamma": self.gamma.tolist(),
                 "distance": distance,
             }
@@ -131,12 +141,13 @@ def simulate_power(
     model: Any = None,
     x0: Any = None,
     steps: int | None = None,
-    attention: Attention | None = None,
+    attention: Attention | str | None = None,
     *,
     matrices: Tensor | Sequence[Tensor] | None = None,
     layers: Sequence[int] | None = None,
-    mask: Mask | None = None,
+    mask: Mask | str | None = None,
     skip: bool = True,
+    fold: Fold | str = "none",
     n_tokens: int = 64,
     tol: float = 1e-3,
     seed: int = 0,
@@ -156,6 +167,8 @@ def simulate_power(
         layers: Which layers of the model; one layer alone is iterated as shared weights.
         mask: ``"causal"`` or ``"full"``; by default what the model is, full for matrices.
         skip: Keep the skip connection.
+        fold: Gains folded into F (``"none"``, ``"norm"``, ``"norm+post"``), as for
+            :func:`power_alignment`; the scores of real attention read the tokens as they are.
         n_tokens: Number of random tokens.
         tol: Tokens count as on a line (plane) if all but this share of their energy is there, and
             as standing still if they turn by less than ``tol`` radians in the last step.
@@ -183,7 +196,7 @@ def simulate_power(
     if matrices is None:
         view = ModelView(model)
         chosen = view.layers(layers)
-        Fs = [layer_matrix(*view.ov_factors(layer)) for layer in chosen]
+        Fs = [layer_matrix(*view.ov_factors(layer, fold=fold)) for layer in chosen]
         mask = mask or ("causal" if view.causal else "full")
     else:
         if attention == "real":
@@ -193,6 +206,8 @@ def simulate_power(
             )
         if layers is not None:
             raise InputError("layers selects layers of a model; matrices come already selected.")
+        if fold != "none":
+            raise InputError("fold is for a model; plain matrices have no norm to fold.")
         chosen, Fs, mask = (), _matrices(matrices), mask or "full"
     if steps is None:
         steps = 256 if len(Fs) == 1 else len(Fs)
@@ -205,7 +220,7 @@ def simulate_power(
     x = _start(x0, len(Fs[0]), n_tokens, seed)
     A = _visible(len(x), mask) if attention != "identity" else None
     moves = [
-        _real_step(view, layer, skip, A) if attention == "real" and view and A is not None
+        _real_step(view, layer, skip, fold, A) if attention == "real" and view and A is not None
         else _linear_step(F, A, skip)
         for F, layer in zip(Fs, chosen or (0,) * len(Fs), strict=True)
     ]  # fmt: skip
@@ -226,19 +241,22 @@ def simulate_power(
         x = x / norms
         window.append(x)
         rows.append(_summary(x, modes[t % len(Fs)].subspace))
-    order, mean_cosine, axis_share, gamma, distance = torch.tensor(
+    order, mean_cosine, axis_share, rank, gamma, distance = torch.tensor(
         rows, dtype=torch.float64
     ).unbind(dim=1)
-    kind, angle, evidence = _classify(list(window), tol)
+    kind, angle, evidence = classify(list(window), tol)
     fields: dict[str, Any] = dict.fromkeys(
         ("eigenvalue", "predicted_kind", "predicted_rate", "predicted_angle", "observed_rate")
     )
     fields |= {"defective": None, "agrees": None, "note": ""}
     if shared is not None:
-        fields |= _predict(Fs[0], shared, attention, mask, skip, start)
-        fields["observed_rate"] = _observed_rate(distance)
-        fields["agrees"], fields["note"] = _compare(fields, kind, angle, steps, tol, mask)
-    options = {"attention": attention, "mask": mask, "skip": skip, "steps": steps, "tol": tol}
+        fields |= predict(Fs[0], shared, attention, mask, skip, start)
+        fields["observed_rate"] = observed_rate(distance)
+        fields["agrees"], fields["note"] = compare(fields, kind, angle, steps, tol, mask)
+    options: dict[str, Any] = {
+        "attention": attention, "mask": mask, "skip": skip, "steps": steps, "tol": tol
+    }  # fmt: skip
+    options |= {"fold": fold} if view is not None else {}
     return ConsensusResult(
         kind=kind,
         angle=angle,
@@ -246,6 +264,7 @@ def simulate_power(
         order=order,
         mean_cosine=mean_cosine,
         axis_share=axis_share,
+        effective_rank=rank,
         gamma=gamma,
         distance=distance if shared is not None else None,
         final=x,
@@ -326,9 +345,9 @@ def _linear_step(F: Tensor, A: Tensor | None, skip: bool) -> Step:
     return lambda x: skip * x + (x if A is None else A @ x) @ F.T
 
 
-def _real_step(view: ModelView, layer: int, skip: bool, visible: Tensor) -> Step:
+def _real_step(view: ModelView, layer: int, skip: bool, fold: str, visible: Tensor) -> Step:
     """``x + Σ_h A^h x W_V W_O`` with the pattern of the tokens as they are."""
-    W_V, W_O = (W.double().cpu() for W in view.ov_factors(layer))
+    W_V, W_O = (W.double().cpu() for W in view.ov_factors(layer, fold=fold))
     W_Q, W_K = (W.double().cpu() for W in query_key_factors(view, layer))
 
     def step(x: Tensor) -> Tensor:
@@ -340,157 +359,15 @@ def _real_step(view: ModelView, layer: int, skip: bool, visible: Tensor) -> Step
 
 
 def _summary(x: Tensor, Q: Tensor) -> list[float]:
-    """Order, mean pairwise cosine, share of the best line, γ, distance to the mode."""
+    """Order, mean pairwise cosine, share of the best line, effective rank, γ, distance to the mode.
+
+    From the smaller of both Gram matrices, as there may be a thousand steps.
+    """
     n = len(x)
     order = x.mean(dim=0).norm().item()
     pairs = (n * order**2 - 1) / (n - 1) if n > 1 else 1.0
-    share = torch.linalg.eigvalsh(x @ x.T if n < x.shape[1] else x.T @ x)[-1].item() / n
+    energies = torch.linalg.eigvalsh(x @ x.T if n < x.shape[1] else x.T @ x)
+    share, rank = energies[-1].item() / n, effective_rank(energies).item()
     inside = x @ Q
     distance = (x - inside @ Q.T).norm(dim=-1).square().mean().sqrt().item()
-    return [order, pairs, share, inside.norm(dim=-1).mean().item(), distance]
-
-
-# ---------------------------------------------------------------------- the class of the limit
-
-
-def _classify(states: list[Tensor], tol: float) -> tuple[str, float | None, dict[str, float]]:
-    last, previous = states[-1], states[-2]
-    cosines = (last * previous).sum(dim=-1)
-    # atan2 keeps small angles that arccos loses; lines, so the sign is left out
-    turns = torch.atan2((last - cosines[:, None] * previous).norm(dim=-1), cosines.abs())
-    stacked = torch.cat(states[len(states) // 2 :])
-    values, vectors = torch.linalg.eigh(stacked.T @ stacked / len(stacked))
-    plane_share = values[-2:].sum().item()
-    axis = torch.linalg.eigh(last.T @ last)
-    axis_share = axis.eigenvalues[-1].item() / len(last)
-    evidence = {
-        "order": last.mean(dim=0).norm().item(),
-        "axis_share": axis_share,
-        "plane_share": plane_share,
-        "turn": turns.max().item(),
-        "tol": tol,
-    }
-    still = evidence["turn"] < tol
-    if still and axis_share > 1 - tol:
-        signs = (last @ axis.eigenvectors[:, -1]).sign()
-        kind = "consensus" if (signs == signs[0]).all() else "bipartite"
-        return kind, (math.pi if cosines.mean() < 0 else 0.0), evidence
-    if not still and plane_share > 1 - tol:
-        angle = _turn_in_plane([x @ vectors[:, -2:] for x in states[len(states) // 2 :]])
-        if angle is not None and angle > tol:
-            return "limit cycle", angle, evidence
-    return "none", None, evidence
-
-
-def _turn_in_plane(states: list[Float[Tensor, "token 2"]]) -> float | None:
-    """Angle per step of the 2 × 2 map B that carries the directions on, ``y' ∝ B y``.
-
-    ``y' × B y = 0`` is linear in B, so B is found up to a factor whatever ellipse the cycle has;
-    the argument of its eigenvalues is the angle. ``None`` if they are real.
-    """
-    y, z = torch.cat(states[:-1]), torch.cat(states[1:])
-    rows = torch.stack(
-        [-z[:, 1] * y[:, 0], -z[:, 1] * y[:, 1], z[:, 0] * y[:, 0], z[:, 0] * y[:, 1]], dim=1
-    )
-    _, singular, right = torch.linalg.svd(rows, full_matrices=False)
-    if len(singular) < 4 or singular[2] < 1e-8 * singular[0]:
-        return _turn_of_period(states)
-    B = right[-1].reshape(2, 2)
-    if (z * (y @ B.T)).sum() < 0:
-        B = -B
-    trace, determinant = B.trace().item(), torch.linalg.det(B).item()
-    if trace**2 >= 4 * determinant:
-        return None
-    return math.atan2(math.sqrt(4 * determinant - trace**2), trace)
-
-
-def _turn_of_period(states: list[Float[Tensor, "token 2"]]) -> float | None:
-    """Mean turn over one period, for a cycle that visits too few directions to fix a map."""
-    y = torch.stack(states)[:, 0]
-    turns = torch.atan2(y[:-1, 0] * y[1:, 1] - y[:-1, 1] * y[1:, 0], (y[:-1] * y[1:]).sum(dim=-1))
-    for period in range(2, min(8, len(y) - 1) + 1):
-        if (y[-1] - y[-1 - period]).norm() < 1e-6:
-            return turns[-period:].sum().abs().item() / period
-    return None
-
-
-# ---------------------------------------------------------------------- theory
-
-
-def _predict(
-    F: Tensor, mode: Mode, attention: str, mask: str, skip: bool, start: Tensor
-) -> dict[str, Any]:
-    values, _ = eigensystem(F)
-    n, keep = len(start), float(skip)
-    same = values.conj() if mode.eigenvalue.imag else values
-    # Along λ1 itself the normalisation takes every deviation out.
-    near = torch.minimum((values - mode.eigenvalue).abs(), (same - mode.eigenvalue).abs())
-    others = values[torch.argsort(near, stable=True)[mode.multiplicity :]]
-    weights = [1.0]  # eigenvalues of A at consensus
-    if attention != "identity" and n > 1:
-        weights += [1 / i for i in range(2, n + 1)] if mask == "causal" else [0.0]
-    rest = max(((keep + a * others).abs().max().item() for a in weights if len(others)), default=0)
-    fields: dict[str, Any] = {
-        "eigenvalue": mode.eigenvalue,
-        "defective": mode.defective,
-        "predicted_angle": abs(math.atan2(mode.eigenvalue.imag, mode.eigenvalue.real + keep)),
-        "predicted_kind": None,
-        "predicted_rate": None,
-    }
-    if mode.strength == 0:
-        return fields
-    rate = rest / mode.strength
-    fields["predicted_rate"] = 1.0 if mode.defective else rate
-    eigenvectors = mode.subspace.shape[1]
-    if (rate > 1 - 1e-9 and not mode.defective) or (mode.rotates and eigenvectors > 2):
-        fields["predicted_kind"] = "none"
-    elif mode.rotates:
-        fields["predicted_kind"] = "limit cycle"
-    elif attention != "identity":
-        fields["predicted_kind"] = "consensus"
-    elif eigenvectors > 1:
-        fields["predicted_kind"] = "none"  # every token keeps its own direction in the eigenspace
-    else:
-        signs = (start @ left_vector(F, mode.eigenvalue.real)).sign()
-        fields["predicted_kind"] = "consensus" if (signs == signs[0]).all() else "bipartite"
-    return fields
-
-
-def _observed_rate(distance: Tensor) -> float | None:
-    """``exp`` of the slope of log distance, over the last half of what is above rounding."""
-    below = (distance <= _FLOOR).nonzero()
-    usable = int(below[0]) if len(below) else len(distance)
-    first = usable // 2
-    if usable - first < 3:
-        return None
-    y = distance[first:usable].log()
-    t = torch.arange(len(y), dtype=torch.float64)
-    t -= t.mean()
-    return math.exp((t @ y / (t @ t)).item())
-
-
-def _compare(
-    fields: Mapping[str, Any], kind: str, angle: float | None, steps: int, tol: float, mask: str
-) -> tuple[bool | None, str]:
-    predicted, rate, observed = (
-        fields["predicted_kind"], fields["predicted_rate"], fields["observed_rate"],
-    )  # fmt: skip
-    if predicted is None:
-        return None, "No mode is dominant: every eigenvalue of the iteration is zero."
-    notes = []
-    if fields["defective"]:
-        notes.append("λ1 is defective: convergence is like 1/t, not geometric.")
-    left = 1 / steps if fields["defective"] else rate**steps
-    due = left < math.sqrt(tol) / 10
-    if not due and kind == "none" and predicted != "none":
-        notes.append("The run is too short for the predicted rate; the kind is not yet due.")
-        kind_agrees = True
-    else:
-        kind_agrees = kind == predicted
-    angle_agrees = angle is None or abs(angle - fields["predicted_angle"]) < _ANGLE_TOLERANCE
-    rate_agrees = (
-        observed is None or predicted == "none" or abs(observed - rate) < _RATE_TOLERANCE[mask]
-    )
-    if observed is None:
-        notes.append("Converged in too few steps to observe a rate.")
-    return kind_agrees and angle_agrees and rate_agrees, " ".join(notes)
+    return [order, pairs, share, rank, inside.norm(dim=-1).mean().item(), distance]

@@ -9,9 +9,16 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tl_spectral.plots import theme
-from tl_spectral.plots.tables import column
+from tl_spectral.plots.tables import column, of_variant, variants
 
 _CONTROLS = {"other layer": "dash", "random F": "dot", "v2": "dashdot"}
+_LIKENESS = {
+    "order": ("Order", "‖mean x̂‖"),
+    "mean_cosine": ("Mean cosine", "of two tokens"),
+    "effective_rank": ("Effective rank", "of the tokens"),
+    "stable_rank": ("Stable rank", "of the tokens"),
+    "residual": ("Residual", "‖X − 1x̄ᵀ‖ / ‖X‖"),
+}
 
 
 def power_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
@@ -36,6 +43,8 @@ def power_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
     for target, colour in (("v1", theme.ORANGE), ("random F", theme.VERMILLION)):
         rows = drawn[drawn["target"] == target]
         lines += [(rows, f"{target}, random tokens", "rho", colour, "dash", 1)]
+    foretold = drawn[drawn["target"] == "v1"]
+    lines += [(foretold, "v1, predicted from M", "predicted_rho", theme.PURPLE, "dot", 1)]
     lines += [(v1, "‖Mᵀv1‖", "criterion_left", theme.BLUE, "solid", 2)]
     lines += [(v1, "‖M‖ / √d", "criterion_right", theme.BASELINE, "dot", 2)]
     bounds = column(v1, "rho_low"), column(v1, "rho_high")
@@ -54,7 +63,7 @@ def power_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
 
 
 def consensus_figure(result: Any, *, template: Any = None) -> go.Figure:
-    """Order, alignment and distance to the dominant mode by step.
+    """Order, alignment, rank and distance to the dominant mode by step.
 
     Args:
         result: A :class:`tl_spectral.consensus.ConsensusResult`.
@@ -68,18 +77,68 @@ def consensus_figure(result: Any, *, template: Any = None) -> go.Figure:
         (result.gamma, "γ, alignment with v1", theme.GREEN),
     ):
         _line(fig, steps, theme.as_array(values), name, colour, "solid", 0)
-    titles = [theme.titled("Road to consensus", result.kind)]
+    _line(fig, steps, theme.as_array(result.effective_rank), "rank", theme.BLUE, "solid", 1)
+    fig.data[-1].update(showlegend=False, legendgroup=None)
+    titles = [
+        theme.titled("Road to consensus", result.kind),
+        theme.titled("Effective rank", "of the tokens"),
+    ]
+    fig.update_layout(yaxis={"range": [0, 1.03]}, yaxis2={"rangemode": "tozero"})
     if result.distance is not None:
         distance = theme.as_array(result.distance)
-        _line(fig, steps, distance, "distance to the mode", theme.BLUE, "solid", 1)
+        _line(fig, steps, distance, "distance to the mode", theme.BLUE, "solid", 2)
         if result.predicted_rate is not None:
             line = distance[0] * result.predicted_rate**steps
             shown = line > max(distance.min(), 1e-16) / 10
-            _line(fig, steps[shown], line[shown], "predicted rate", theme.BASELINE, "dot", 1)
-        titles.append(theme.titled("Distance", "log scale"))
-        fig.update_layout(yaxis2={"type": "log", "exponentformat": "power", "nticks": 7})
+            _line(fig, steps[shown], line[shown], "predicted rate", theme.BASELINE, "dot", 2)
+        titles.append(theme.titled("Distance to the mode", "log scale"))
+        fig.update_layout(yaxis3={"type": "log", "exponentformat": "power", "nticks": 7})
     return theme.arrange(
-        fig, titles, columns=2, row_height=300, narrow_row_height=240, x_title="step"
+        fig, titles, columns=len(titles), row_height=300, narrow_row_height=240, x_title="step"
+    )
+
+
+def oversmoothing_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
+    """How alike the tokens of a text are, by layer boundary, beside isotropic tokens.
+
+    Args:
+        table: :meth:`tl_spectral.oversmoothing.Oversmoothing.to_dataframe`, or some of its rows;
+            dashed lines are all tokens where there are also those without the first.
+        template: A plotly template or its name.
+    """
+    fig = theme.new_figure(template)
+    panels = {name: words for name, words in _LIKENESS.items() if (table["measure"] == name).any()}
+    several = table["tokens"].nunique() > 1
+    for panel, measure in enumerate(panels):
+        measured = table[table["measure"] == measure]
+        for variant in variants(table):
+            colour = theme.variant_colour(variant)
+            for tokens, rows in of_variant(measured, variant).groupby("tokens", sort=False):
+                words = {"all": "all tokens", "rest": "without the first"}[str(tokens)]
+                name = f"{variant}, {words}" if several else variant
+                dash = "dash" if several and tokens == "all" else "solid"
+                at = column(rows, "boundary")
+                bounds = column(rows, "low"), column(rows, "high")
+                fig.add_traces(theme.band(at, *bounds, colour, panel=panel, group=name))
+                _line(fig, at, column(rows, "value"), name, colour, dash, panel)
+                fig.data[-1].update(showlegend=panel == 0)
+        rows = of_variant(measured, variants(table)[0])
+        rows = rows[rows["tokens"] == rows["tokens"].iloc[-1]]
+        name = "isotropic tokens"
+        at, level = column(rows, "boundary"), column(rows, "baseline")
+        _line(fig, at, level, name, theme.BASELINE, "dot", panel)
+        fig.data[-1].update(showlegend=panel == 0, mode="lines")
+    quiet = theme.layer_axis(column(table, "boundary"))
+    fig.update_layout(
+        {f"xaxis{'' if i == 0 else i + 1}": quiet for i in range(len(panels))},
+        **{f"yaxis{'' if i == 0 else i + 1}": {"rangemode": "tozero"} for i in range(len(panels))},
+    )
+    return theme.arrange(
+        fig,
+        [theme.titled(*words) for words in panels.values()],
+        columns=3,
+        row_height=220,
+        x_title="blocks passed",
     )
 
 
