@@ -440,6 +440,54 @@ def layers(result: CouplingResult, rho: np.ndarray) -> list[CouplingResult]:
     ]
 
 
+def signed_states(rng: np.random.Generator, labels: np.ndarray) -> Tensor:
+    """Groups in two opposed camps; every unit is drawn to the other camp by its own measure."""
+    n = labels.size
+    shared = rng.normal(size=(300, 6))
+    loading = np.eye(6)[labels] - rng.uniform(0, 1.0, (n, 1)) * rng.random((n, 6))
+    return torch.from_numpy(shared @ loading.T + 0.8 * rng.normal(size=(300, n)))
+
+
+def test_signed_graphs_couple_by_either_sign() -> None:
+    pytest.importorskip("leidenalg")
+    rng = np.random.default_rng(5)
+    states = signed_states(rng, np.arange(UNITS) % 6)
+    graph = unit_graph(states, top_k=20, sign="signed")
+    assert bool((graph.weight < 0).any())
+    com = communities(graph, method="leiden", runs=4, nulls=0)
+    bridges = bridge_units(graph, com)
+    negative = bridges.participation_negative
+    assert negative is not None
+    for part, spread in (("positive", bridges.participation), ("negative", negative)):
+        known = ~torch.isnan(spread)
+        assert known.sum() > 60
+        planted = np.where(known, spread, 0.0)
+        J = jacobian(0.3 * standard(planted) + 0.3 * rng.normal(size=UNITS))
+        result = coupling(J, graph, com, part=part, permutations=200)
+        torch.testing.assert_close(result.participation, spread, equal_nan=True)
+        assert result.unit_rho > 0.4
+        assert result.unit_p < 0.02
+        missing = int((~known).sum())
+        assert sum(result.excluded.values()) == missing
+        assert missing == 0 or f"no {part} edge" in " ".join(result.excluded)
+
+
+def test_negative_part_needs_negative_edges(toy: Toy) -> None:
+    with pytest.raises(InputError, match="signed"):
+        coupling(torch.zeros(UNITS), toy.graph, toy.com, part="negative")
+    with pytest.raises(InputError, match="part must be"):
+        coupling(torch.zeros(UNITS), toy.graph, toy.com, part="both")
+
+
+def test_smallest_detectable_coupling(toy: Toy) -> None:
+    rng = np.random.default_rng(0)
+    result = coupling(torch.from_numpy(rng.normal(size=UNITS)), toy.graph, toy.com)
+    low, high = result.unit_interval
+    assert result.detectable_rho == result.to_dataframe()["detectable_rho"][0]
+    half = (high - low) / 2  # 1.96 standard errors; 80 % power takes 2.80, tanh bends both
+    assert result.detectable_rho == pytest.approx(half * 2.80 / 1.96, rel=0.15)
+
+
 @pytest.fixture(scope="module")
 def one_layer(toy: Toy) -> CouplingResult:
     return coupling(jacobian(np.arange(UNITS) / 50), toy.graph, toy.com, permutations=9)

@@ -121,6 +121,38 @@ def test_fisher_interval_says_nothing_without_data_and_respects_its_ceiling() ->
     assert statistics.fisher_interval(1.0, 10.0) == (1, 1)
 
 
+@pytest.mark.parametrize(("n", "k", "power"), [(60, 0, 0.8), (60, 10, 0.8), (200, 0, 0.5)])
+def test_detectable_correlation_is_detected_that_often(
+    rng: np.random.Generator, n: int, k: int, power: float
+) -> None:
+    r = statistics.detectable_correlation(n, k, power=power)
+    pearson = 2 * math.sin(math.pi * r / 6)  # its Spearman correlation is r, for normal pairs
+    confounds = rng.normal(size=(k, n))
+    basis = statistics.rank_basis(confounds)
+    hits, runs = 0, 1000
+    for _ in range(runs):
+        x, noise = rng.normal(size=(2, n))
+        y = pearson * x + math.sqrt(1 - pearson**2) * noise
+        first, second = statistics.rank_residuals(np.stack([x, y]), basis)
+        found = float(first @ second)
+        spare = n - k - 2
+        hits += stats.t.sf(abs(found) * math.sqrt(spare / (1 - found**2)), spare) < 0.025
+    assert hits / runs == pytest.approx(power, abs=0.045)
+
+
+def test_detectable_correlation_has_its_limits() -> None:
+    assert math.isnan(statistics.detectable_correlation(13, 10))
+    assert statistics.detectable_correlation(100, ceiling=0.5) == pytest.approx(
+        0.5 * statistics.detectable_correlation(100)
+    )
+    plain = statistics.detectable_correlation(4000)
+    assert plain == pytest.approx((1.9600 + 0.8416) / math.sqrt(4000), rel=2e-3)
+    assert 0.9 < statistics.detectable_correlation(4.5) < 1
+    for power, alpha in ((1.0, 0.05), (0.05, 0.05), (0.8, 0.0), (math.nan, 0.05)):
+        with pytest.raises(InputError, match="alpha < power"):
+            statistics.detectable_correlation(50, power=power, alpha=alpha)
+
+
 def test_cohens_d_closed_form() -> None:
     first, second = np.array([1.0, 2, 3]), np.array([0.0, 1, 2, 3, 4])
     d, (low, high) = statistics.cohens_d(first + 1, second)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy import stats
+from scipy import optimize, stats
 
 from tl_spectral.errors import InputError
 
@@ -210,6 +210,47 @@ def fisher_interval(
         return correlation, correlation
     half = Z95 * math.sqrt((1 + r * r / 2) / spare)
     return ceiling * math.tanh(math.atanh(r) - half), ceiling * math.tanh(math.atanh(r) + half)
+
+
+def detectable_correlation(
+    n: float | int,
+    n_directions: int = 0,
+    *,
+    ceiling: float = 1.0,
+    power: float = 0.8,
+    alpha: float = 0.05,
+) -> float:
+    """Smallest (partial) Spearman correlation that a two-sided test finds with a given power.
+
+    Solves ``atanh r = (z_{1−α/2} + z_power · sqrt(1 + r²/2)) / sqrt(n − k − 3)``: Fisher's z with
+    the null's standard error, and Bonett & Wright's 2000 at the effect.
+
+    Args:
+        n: Number of units, or the effective number if they depend on one another.
+        n_directions: How many directions (k) were regressed out, the constant not counted.
+        ceiling: Largest value that the estimate can take, see :func:`fisher_interval`.
+        power: Probability of finding it.
+        alpha: Level of the test.
+
+    Returns:
+        The correlation, at most ``ceiling``; NaN with ``n − k <= 3``, where nothing can be found.
+
+    Raises:
+        InputError: Unless ``0 < alpha < power < 1``.
+    """
+    if not 0 < alpha < power < 1:
+        raise InputError(f"0 < alpha < power < 1 is needed, got {alpha} and {power}.")
+    spare = n - n_directions - 3
+    if not spare > 0:
+        return math.nan
+    bar, reach = float(stats.norm.ppf(1 - alpha / 2)), float(stats.norm.ppf(power))
+
+    def missing(z: float) -> float:
+        r = math.tanh(z)
+        return z - (bar + reach * math.sqrt(1 + r * r / 2)) / math.sqrt(spare)
+
+    most = (bar + abs(reach) * math.sqrt(1.5)) / math.sqrt(spare)
+    return ceiling * math.tanh(optimize.brentq(missing, 0.0, most + 1.0))
 
 
 def cohens_d(
