@@ -1,0 +1,1 @@
+"""Timed comparisons with the libraries that do the same work; ``python -m benchmarks`` runs all."""
