@@ -259,3 +259,94 @@ def test_help_has_an_example(name):
 
 def test_time_is_told_in_minutes_and_seconds():
     assert [cli._duration(s) for s in (0.4, 61.0, 3599.9)] == ["0:00", "1:01", "59:59"]
+
+
+# ---------------------------------------------------------------------- steer
+
+
+@pytest.fixture(scope="module")
+def steered(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory):
+    out = tmp_path_factory.mktemp("steered") / "cat"
+    few = out.parent / "few.txt"
+    few.write_text("\n".join(texts.read_text().splitlines()[:3]))
+    arguments = ["--texts", few, "--generate", 4, "--sweep", "--out", out]
+    return command("steer", model, "--toward", "cat", *arguments, width=240), out
+
+
+def test_steer_prints_conditions_tokens_and_continuations(steered):
+    result, out = steered
+    assert result.exit_code == 0, (result.output, result.exception)
+    table = pd.read_csv(out / "steering.csv").set_index("condition")
+    told = words(result.stdout)
+    for condition in table.index:
+        assert condition in told
+    for name in ("original", "steered"):
+        assert f"{table.loc[name, 'alignment']:.3f} ± {table.loc[name, 'alignment_se']:.3f}" in told
+        assert f"{table.loc[name, 'perplexity']:.3g}" in told
+    report = tls.SteeringReport.load(out / "steering.safetensors")
+    assert (report.source, report.layer, report.method) == ("token 'cat'", 2, "weights")
+    assert report.gap == pytest.approx(5, rel=1e-5)
+    for spoken in report.generations:
+        for text in spoken.values():
+            assert words(text) in told
+    assert f"{report.reach:.0%} of w can be read" in told
+    assert repr(report.top_tokens[0]["after"][0][0]) in told
+
+
+def test_steer_writes_the_sweep_and_a_page_that_needs_nothing_else(steered):
+    result, out = steered
+    sweep = pd.read_csv(out / "sweep.csv")
+    assert set(sweep["method"]) == {"weights", "hook"}
+    last = sweep[(sweep["condition"] == "steered") & (sweep["gap"] == 20)].iloc[-1]
+    assert f"{last['alignment']:.3f}" in result.stdout
+    page = (out / "steering.html").read_text()
+    assert page.count('class="plotly-graph-div"') == 2
+    assert "towards token &#x27;cat&#x27;" in page
+    assert "<script src=" not in page
+    assert result.stdout.splitlines()[-1] == f"Figures and tables: {out / 'steering.html'}"
+    assert "100% done" in result.stderr
+
+
+def test_steer_by_contrast_alpha_and_added_vector(model, texts, tmp_path):
+    few = tmp_path / "few.txt"
+    few.write_text("the cat sat\non a mat")
+    for method, extra in (("additive", ["--layer", 0]), ("hook", ["--away", "the dog ran"])):
+        result = command(
+            "steer", model, "--toward", "cat", "--texts", few, "--generate", 0, "--seed", 3,
+            "--method", method, "--alpha", 0.5, "--out", tmp_path / method, *extra,
+        )  # fmt: skip
+        assert result.exit_code == 0, (result.output, result.exception)
+        report = tls.SteeringReport.load(tmp_path / method / "steering.safetensors")
+        assert (report.method, report.alpha, report.generations) == (method, 0.5, ())
+        assert report.provenance.seed == 3
+        assert not (tmp_path / method / "sweep.csv").exists()
+    assert report.source == "contrast of texts"
+    assert tls.SteeringReport.load(tmp_path / "additive" / "steering").layer == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words_in_it"),
+    [
+        (["--toward", "cat", "--texts", "nowhere.txt"], "no file nowhere.txt"),
+        (["--toward", "cat sat"], "2 tokens"),
+        (["--toward", "cat", "--layer", 3], "layer 3 does not exist"),
+        (["--toward", "cat", "--gap", 1], "above 1"),
+        (["--toward", "cat", "--gap", 2, "--alpha", 1], "not both"),
+        (["--toward", "cat", "--method", "additive"], "Give alpha"),
+    ],
+)
+def test_steer_refuses_in_a_line_and_writes_nothing(arguments, words_in_it, model, texts, tmp_path):
+    out = tmp_path / "out"
+    given = [] if "--texts" in arguments else ["--texts", texts]
+    result = command("steer", model, *given, *arguments, "--out", out)
+    assert result.exit_code == 2
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert words_in_it in last
+    assert not out.exists()
+
+
+def test_steer_help_has_an_example():
+    result = command("steer", "--help")
+    assert result.exit_code == 0
+    assert "Example: tl-spectral steer" in words(result.stdout)

@@ -427,7 +427,7 @@ class Words:
         ids = [ord(letter) - 97 for letter in text]
         return {"input_ids": [1, *ids] if add_special_tokens else ids}
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(chr(97 + i) for i in ids)
 
 

@@ -63,6 +63,12 @@ class _Control(str, Enum):
     random_init = "random-init"
 
 
+class _Method(str, Enum):
+    weights = "weights"
+    hook = "hook"
+    additive = "additive"
+
+
 def _version(asked: bool) -> bool:
     if asked:
         from tl_spectral import __version__
@@ -245,6 +251,95 @@ def ov(
         if out is not None:
             _write_ov(circuits, heads, modes, out)
             _say(f"Tables and layer matrices: {out}")
+
+
+@app.command(
+    epilog='Example: tl-spectral steer smollm2-135m --toward " Paris" --sweep --out runs/paris'
+)
+def steer(
+    model: _Model,
+    toward: Annotated[
+        str,
+        typer.Option(
+            help='One token, such as " Paris" (mind the space); with --away any text.',
+            metavar="TEXT",
+        ),
+    ],
+    away: Annotated[
+        str | None,
+        typer.Option(help="Steer along the contrast of --toward with this text.", metavar="TEXT"),
+    ] = None,
+    layer: Annotated[int, typer.Option(help="Layer to edit; -1 is the last.")] = -1,
+    gap: Annotated[
+        float | None,
+        typer.Option(help="Dominant modulus over the next, after the edit; 5 by default."),
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="Strength of the edit instead; of an additive vector, its length in mean lengths "
+            "of the residual stream."
+        ),
+    ] = None,
+    method: Annotated[
+        _Method,
+        typer.Option(help="Edit W_O, add a hook, or add a constant vector (which needs --alpha)."),
+    ] = _Method.weights,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            help='What to measure on: one text a line, or .jsonl with a "text" field; by default 4 '
+            "built-in texts.",
+            metavar="FILE",
+        ),
+    ] = None,
+    generate: Annotated[
+        int, typer.Option(help="New tokens of the first three texts, without and with.", min=0)
+    ] = 20,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Also measure over a range of gaps, beside rivals.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random controls.", min=0)] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write tables, results and a page of figures here.", metavar="DIR"),
+    ] = None,
+) -> None:
+    """Steer a layer towards a token or a contrast of texts, and say what that does.
+
+    The files of the model are left alone.
+    """
+    with _one_line_each():
+        from tl_spectral import cli_steer
+        from tl_spectral.steering import steer as run
+        from tl_spectral.steering import steering_sweep
+        from tl_spectral.texts import load_texts
+
+        if texts is not None and not texts.is_file():
+            raise InputError(f"There is no file {texts}.")
+        given = load_texts(n=4) if texts is None else load_texts(texts)
+        direction = toward if away is None else (toward, away)
+        subject = _load(model)
+        options: dict[str, Any] = {"texts": given, "seed": seed}
+        with run(
+            subject,
+            direction,
+            layer,
+            gap,
+            alpha=alpha,
+            method=method.value,
+            generate=generate,
+            **options,
+        ) as report:
+            pass  # the report is what is asked for
+        cli_steer.tell(report)
+        curve = None
+        if sweep:
+            with _Steps() as steps:
+                curve = steering_sweep(subject, direction, layer, progress=steps, **options)
+            cli_steer.tell_sweep(curve)
+        if out is not None:
+            _say(f"Figures and tables: {cli_steer.write(report, curve, out)}")
 
 
 def _write_ov(circuits: Any, heads: pd.DataFrame, modes: pd.DataFrame, out: Path) -> None:

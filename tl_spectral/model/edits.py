@@ -9,7 +9,7 @@ share the parameter (ALBERT), the edit of one of them is a hook that computes th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,22 +125,25 @@ def output_weight_plus(
 def _projection_plus(
     view: ModelView, layer: int, delta: Float[Tensor, "head_d_head d_model"]
 ) -> Iterator[None]:
-    # Not on the module inside a bridge, which layers that share weights may share as well.
     projection = view.source.blocks[layer].attn.o
+    # What reaches the weights, the user's hooks done; but the sum is not taken there, since layers
+    # that share weights may share the module inside the bridge as well.
+    inner = getattr(projection, "original_component", projection)
     seen: list[Tensor] = []
 
-    def keep(module: Any, args: Any, z: Tensor) -> None:
-        seen[:] = [z]
+    def keep(module: Any, args: tuple[Tensor, ...]) -> None:
+        seen[:] = [args[0]]
 
-    def add(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        z = (seen[0] if seen else args[0]).reshape(*output.shape[:-1], -1)
+    def add(module: Any, args: Any, output: Tensor) -> Tensor:
+        z = seen[0].reshape(*output.shape[:-1], -1)
         return output + z @ delta.to(z.device, z.dtype)
 
-    with ExitStack() as stack:
-        if hasattr(projection, "hook_in"):  # what is projected once the user's hooks have run
-            stack.enter_context(forward_hook(projection.hook_in, keep))
-        stack.enter_context(forward_hook(projection, add))
-        yield
+    handle = inner.register_forward_pre_hook(keep)
+    try:
+        with forward_hook(projection, add):
+            yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

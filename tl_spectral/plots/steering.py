@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
@@ -30,6 +31,7 @@ def steering_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
             x=column(rows, "kl"),
             y=column(rows, "alignment"),
             mode="markers",
+            cliponaxis=False,  # the original model lies on the axis
             marker={
                 "size": 11,
                 "color": _COLOURS.get(str(name), theme.BASELINE),
@@ -38,7 +40,13 @@ def steering_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
             name=str(name),
             hovertemplate=f"<b>{name}</b><br>KL %{{x:.4f}} nat<br>|cos| %{{y:.3f}}<extra></extra>",
         )
-    fig.update_layout(yaxis={"rangemode": "tozero"}, xaxis={"rangemode": "tozero"})
+    chance = table.iloc[0]["chance"]
+    fig.update_layout(
+        yaxis={"rangemode": "tozero"},
+        xaxis={"rangemode": "tozero"},
+        shapes=[theme.level(chance)],
+    )
+    _note(fig, "chance", chance, 0)
     return theme.arrange(
         fig,
         [theme.titled("What steering buys, and its price", "mean |cos| with the direction")],
@@ -51,8 +59,8 @@ def steering_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
 def sweep_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
     """Alignment against KL, and perplexity against alignment, along the gaps.
 
-    Lines are methods; grey ones are the mean over random directions, each aligned with itself; the
-    dots are chance.
+    Grey lines are the mean over random directions, each aligned with itself; the level lines are
+    chance, and the perplexity of the model as it was.
 
     Args:
         table: :meth:`tl_spectral.steering.SteeringSweep.to_dataframe`.
@@ -60,28 +68,30 @@ def sweep_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
     """
     fig = theme.new_figure(template)
     predicted = bool(table["perplexity"].notna().any())
-    for method, rows in table.groupby("method", sort=False):
-        colour, dash = _METHODS[str(method)]
-        steered = rows[rows["condition"] == "steered"]
-        _curve(fig, steered, f"steered, {method}", colour, dash, predicted)
-        drawn = rows[rows["condition"].str.startswith("random")]
-        if len(drawn):
-            mean = drawn.groupby("gap", as_index=False)[["kl", "alignment", "perplexity"]].mean()
-            _curve(fig, mean, f"random directions, {method}", theme.BASELINE, dash, predicted)
+    drawn = table[table["condition"].str.startswith("random")]
+    columns = ["kl", "alignment", "perplexity"]
+    drawn = drawn.groupby(["method", "gap"], as_index=False, sort=False)[columns].mean()
+    for method, rows in table[table["condition"] == "steered"].groupby("method", sort=False):
+        _curve(fig, rows, f"steered, {method}", *_METHODS[str(method)], predicted)
     added = table[table["condition"] == "additive at equal KL"].sort_values("strength")
     _curve(fig, added, "additive at equal KL", theme.ORANGE, "solid", predicted)
+    for method, rows in drawn.groupby("method", sort=False):
+        dash = _METHODS[str(method)][1]
+        _curve(fig, rows, f"random directions, {method}", theme.BASELINE, dash, predicted)
     before = table.iloc[0]
     fig.update_layout(
         xaxis=theme.log_ticks(table["kl"]),
         yaxis={"rangemode": "tozero"},
         shapes=[theme.level(before["chance"])],
     )
+    _note(fig, "chance", before["chance"], 0)
     titles = [theme.titled("What steering buys", "mean |cos| by KL, nats")]
     if predicted:
         titles.append(theme.titled("What it costs", "perplexity by mean |cos|"))
         values = [*table["perplexity"].dropna(), before["perplexity_before"]]
         fig.update_layout(xaxis2={"rangemode": "tozero"}, yaxis2=theme.log_ticks(values))
         fig.add_shape(theme.level(before["perplexity_before"], panel=1))
+        _note(fig, "not steered", math.log10(before["perplexity_before"]), 1)
     theme.arrange(fig, titles, columns=2, row_height=320, narrow_row_height=260, x_title=None)
     narrow = fig.layout.meta["narrow"]
     x_titles = ("KL of the next-token distribution, nats", "mean |cos| with the direction")
@@ -89,6 +99,20 @@ def sweep_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
         axis = theme.axis("xaxis", panel)
         fig.layout[axis].title.text = narrow[axis]["title"]["text"] = text
     return fig.update_layout(meta={"narrow": narrow})
+
+
+def _note(fig: go.Figure, text: str, y: float, panel: int) -> None:
+    fig.add_annotation(
+        text=text,
+        x=1,
+        y=y,
+        xref=f"{theme.axis('x', panel)} domain",
+        yref=theme.axis("y", panel),
+        xanchor="right",
+        yanchor="top",
+        showarrow=False,
+        font={"size": 11, "color": theme.MUTED},
+    )
 
 
 def _curve(

@@ -14,7 +14,7 @@ from tl_spectral.steering.measurement import Meter, Subject
 from tl_spectral.steering.report import SteeringReport
 from tl_spectral.steering.rivals import EqualKL, random_directions
 
-_DOMINANT = 0.5  # |cos| with v1 from which w may be called the dominant mode
+_DOMINANT = 0.7  # |cos| with a real v1 from which w may be called the dominant mode
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ def report_on(plan: Plan, meter: Meter, edit: RankOne | Shift) -> SteeringReport
             for name, rival, note in rivals
         ]
     generated = plan.generate and not subject.no_prediction
-    cosine = spectrum.get("eigenvector_cosine")
     return SteeringReport(
         direction=subject.direction,
         read_direction=edit.read if isinstance(edit, RankOne) else None,
@@ -68,14 +67,14 @@ def report_on(plan: Plan, meter: Meter, edit: RankOne | Shift) -> SteeringReport
         gap=spectrum.get("gap"),
         gap_before=spectrum.get("gap_before"),
         eigenvalue=spectrum.get("eigenvalue"),
-        eigenvector_cosine=cosine,
+        eigenvector_cosine=spectrum.get("eigenvector_cosine"),
         relative_edit=spectrum.get("relative_edit"),
         relative_weight_edit=spectrum.get("relative_weight_edit"),
         shared_weight=shared,
         conditions=tuple(conditions),
         top_tokens=meter.top_tokens(outcome),
         generations=meter.generations(edit, plan.generate) if generated else (),
-        notes=tuple(_notes(subject, shared, cosine)),
+        notes=tuple(_notes(subject, shared, spectrum)),
         layer=subject.layer,
         method=plan.method,
         skip=subject.skip,
@@ -109,7 +108,7 @@ def _spectrum(editor: Editor, edit: RankOne) -> dict[str, Any]:
     }
 
 
-def _notes(subject: Subject, shared: bool, cosine: float | None) -> Iterator[str]:
+def _notes(subject: Subject, shared: bool, spectrum: Mapping[str, Any]) -> Iterator[str]:
     if not subject.view.causal:
         yield (
             "The model is not causal: top tokens are fillings of the last place, and there are no "
@@ -122,10 +121,12 @@ def _notes(subject: Subject, shared: bool, cosine: float | None) -> Iterator[str
             "Other layers use the stored W_O, so it is not written: the output projection of this "
             "layer adds what the edited weight would."
         )
-    if cosine is not None and cosine < _DOMINANT:
+    cosine, rotates = spectrum.get("eigenvector_cosine", 1), spectrum.get("eigenvalue", 0).imag != 0
+    if rotates or cosine < _DOMINANT:
+        mode = "a rotation" if rotates else "v1"
         yield (
-            f"The direction is not the dominant mode: |cos| with v1 is {cosine:.2f}. A larger α, "
-            "or a gap, makes it so."
+            f"The direction is not the dominant mode, which is {mode} with |cos| {cosine:.2f} to "
+            "it. A larger α, or a larger gap, makes it so."
         )
 
 
@@ -140,7 +141,8 @@ def _rivals(
             yield f"random direction {i}", Shift(edit.strength * next(drawn)), ""
     elif isinstance(edit, RankOne):
         size = edit.delta.norm().item()
-        yield "additive at equal KL", *EqualKL(meter).shift(kl)
+        length, note = EqualKL.along_direction(meter).length(kl)
+        yield "additive at equal KL", Shift(length * subject.direction), note
         for i in range(plan.controls):
             u = next(drawn)
             yield f"random direction {i}", plan.editor.of_size(u, u, size), ""

@@ -60,7 +60,7 @@ def steer(
             ``"additive"``: ``α m w`` is added to ``resid_post`` at every position, m being the mean
             length of ``resid_post`` over the tokens measured. It has no gap.
         alpha: α itself, instead of a gap; positive (for the other side of an additive vector,
-            negate the direction). 1 for the additive vector if not given.
+            negate the direction). The additive vector needs it; 0.01 to 0.1 is usual.
         skip: Dominance by ``|1 + λ|`` instead of ``|λ|``.
         texts: What to measure on; 4 sequences of 16 random token ids if not given.
         generate: Greedy new tokens, without and with the edit, for the first three texts; only for
@@ -76,8 +76,8 @@ def steer(
 
     Raises:
         InputError: If the direction is zero, not finite, of the wrong size, or a string of several
-            tokens; the layer does not exist; the gap is not above 1, or given together with α or
-            for the additive vector; or the value map cannot read the direction.
+            tokens; the layer does not exist; the gap is not above 1, or given together with α;
+            the additive vector has no α; or the value map cannot read the direction.
         ProvenanceError: If the direction is a result of another model or weight basis (raw or
             compatibility mode).
         UnsupportedModelError: If the layer has no value and output weights per head (the additive
@@ -98,9 +98,9 @@ def steer(
     subject = subject_of(view, direction, layer, texts, skip=skip, seed=seed)
     if editor is not None:
         solver = editor.solver(subject.direction)
-        alpha = solver.alpha(float(gap or _DEFAULT_GAP)) if alpha is None else float(alpha)
-    elif alpha is None:
-        alpha = 1.0
+        if alpha is None:
+            alpha = solver.alpha(float(_DEFAULT_GAP if gap is None else gap))
+    assert alpha is not None  # checked with the method
     return _steering(
         Plan(
             subject=subject,
@@ -123,10 +123,10 @@ def steer(
 def _check_strength(gap: Any, alpha: Any, method: str) -> None:
     if gap is not None and alpha is not None:
         raise InputError("Give gap or alpha, not both: one follows from the other.")
-    if gap is not None and method == "additive":
+    if method == "additive" and alpha is None:
         raise InputError(
             "An additive vector leaves F alone, so it has no gap. Give alpha, its length in mean "
-            "lengths of resid_post."
+            "lengths of resid_post; 0.01 to 0.1 is usual."
         )
     if gap is not None:
         check_gap(gap)

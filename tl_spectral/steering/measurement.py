@@ -73,6 +73,7 @@ class Outcome:
     Attributes:
         states: ``resid_post`` of the layer at all positions of all texts, float64.
         kl: Mean over positions of KL(original ‖ condition) of the output distribution, nats.
+        kl_se: Its standard error over texts.
         nll: Mean negative log-likelihood of the next token of the texts, nats; ``None`` if the
             model is not causal or no texts were given.
         last: Log-probabilities at the last position of each text.
@@ -80,6 +81,7 @@ class Outcome:
 
     states: Float[Tensor, "token d_model"]
     kl: float
+    kl_se: float | None
     nll: float | None
     last: tuple[Float[Tensor, " d_vocab"], ...]
 
@@ -108,20 +110,31 @@ class Meter:
             return self._outcome([text.edited() for text in self._texts])
 
     def _outcome(self, runs: list[tuple[Tensor, Tensor]]) -> Outcome:
-        kl, nll = 0.0, []
+        kl, nll = [], []
         for text, (after, _) in zip(self._texts, runs, strict=True):
             before = text.log_probs
             gain = torch.where(before.isfinite(), before - after, torch.zeros_like(before))
-            kl += (before.exp() * gain).sum().item()
+            kl.append((before.exp() * gain).sum(dim=-1))
             nll.append(-after[:-1].gather(1, text.tokens[1:, None].to(after.device))[:, 0])
         states, scored = torch.cat([states for _, states in runs]), torch.cat(nll)
+        cost = torch.cat(kl)
         told = not self.subject.no_prediction and len(scored) > 0
         return Outcome(
             states=states,
-            kl=kl / len(states),
+            kl=cost.mean().item(),
+            kl_se=self._error(cost),
             nll=scored.mean().item() if told else None,
             last=tuple(log_probs[-1] for log_probs, _ in runs),
         )
+
+    def _error(self, values: Float[Tensor, " token"]) -> float | None:
+        """Standard error of a mean over tokens, texts being the independent draws; None for one."""
+        lengths = [len(text.tokens) for text in self._texts]
+        n = len(lengths)
+        if n < 2:
+            return None
+        off = torch.stack([part.sum() for part in torch.split(values - values.mean(), lengths)])
+        return (off.square().sum() * n / (n - 1)).sqrt().item() / len(values)
 
     # ------------------------------------------------------------------ in figures
 
@@ -162,12 +175,14 @@ class Meter:
         return {
             "condition": name,
             "alignment": now.abs().mean().item(),
+            "alignment_se": self._error(now.abs()),
             "alignment_plus": plus.mean().item() if len(plus) else None,
             "alignment_minus": minus.mean().item() if len(minus) else None,
             "positive": (now > 0).double().mean().item(),
             "follows_sign": (began.sign() == now.sign()).double().mean().item(),
             "random_alignment": drawn,
             "kl": outcome.kl,
+            "kl_se": outcome.kl_se,
             "nll": outcome.nll,
             "perplexity": None if outcome.nll is None else perplexity(outcome.nll),
             "strength": None if edit is None else edit.strength,
@@ -197,9 +212,11 @@ class Meter:
         subject = self.subject
         prompts = subject.tokens[:_SHOWN]
 
-        def told(ids: Tensor) -> Any:
+        def told(ids: Tensor, special: bool = True) -> Any:
             tokenizer = subject.view.source.tokenizer
-            return tokenizer.decode(ids.tolist()) if tokenizer else tuple(ids.tolist())
+            if not tokenizer:
+                return tuple(ids.tolist())
+            return tokenizer.decode(ids.tolist(), skip_special_tokens=not special)
 
         def continued(context: AbstractContextManager[None]) -> list[Any]:
             with context:
@@ -208,7 +225,7 @@ class Meter:
         before = continued(nullcontext())
         after = continued(edit.apply(subject.view, subject.layer))
         return tuple(
-            {"prompt": told(row), "before": old, "after": new}
+            {"prompt": told(row, special=False), "before": old, "after": new}
             for row, old, new in zip(prompts, before, after, strict=True)
         )
 

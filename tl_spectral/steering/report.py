@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _COLUMNS = (
-    "condition", "alignment", "alignment_plus", "alignment_minus", "positive", "follows_sign",
-    "random_alignment", "kl", "nll", "perplexity", "strength", "chance", "note",
+    "condition", "alignment", "alignment_se", "alignment_plus", "alignment_minus", "positive",
+    "follows_sign", "random_alignment", "kl", "kl_se", "nll", "perplexity", "strength", "chance",
+    "note",
 )  # fmt: skip
 
 
@@ -107,6 +108,8 @@ class SteeringReport(Result):
         All but ``random_alignment`` is of text tokens in the real model, at ``resid_post``:
 
         * ``alignment``: mean ``|cos|`` with w; ``chance`` is that of random vectors.
+          ``alignment_se``, ``kl_se``: standard errors over texts, whose tokens go together; none
+          for a single text.
         * ``alignment_plus``, ``alignment_minus``: the same over the tokens that were on the side of
           +w, of −w, in the original model.
         * ``positive``: share of tokens on the side of +w; ``follows_sign``: share on the side on

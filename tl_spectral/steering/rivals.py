@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,7 @@ from tl_spectral.steering.edit import Shift
 from tl_spectral.steering.measurement import Meter
 
 _NO_COST = 1e-12  # KL, in nats, that is rounding
+_LONGEST = 1e4  # lengths of the stream beyond which nothing is looked for
 
 
 def random_directions(d: int, seed: int) -> Iterator[Float[Tensor, " d"]]:
@@ -24,30 +25,34 @@ def random_directions(d: int, seed: int) -> Iterator[Float[Tensor, " d"]]:
 
 
 class EqualKL:
-    """Finds how long a vector along w must be to cost a given KL; every run is remembered.
+    """Finds how long a vector must be to cost a given KL; every price asked for is remembered.
 
     Args:
-        meter: Measures the cost.
+        cost: KL by length, in nats.
+        scale: Length of what the vector is added to.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, cost: Callable[[float], float], scale: float) -> None:
+        self._cost, self._scale = cost, scale
         self._known: dict[float, float] = {0.0: 0.0}
 
-    def shift(self, kl: float) -> tuple[Shift, str]:
-        """The vector, and what fell short."""
-        w, longest = self._meter.subject.direction, 1e4 * self._meter.mean_norm
-        length, note = self._length(kl, longest)
-        return Shift(length * w), note
+    @classmethod
+    def along_direction(cls, meter: Meter) -> EqualKL:
+        """For the direction of the subject, added to ``resid_post``."""
+        w = meter.subject.direction
+        return cls(lambda length: meter.run(Shift(length * w)).kl, meter.mean_norm)
 
-    def _length(self, kl: float, longest: float) -> tuple[float, str]:
-        """Interpolates on log-log axes: KL grows about as the square of a short vector."""
+    def length(self, kl: float) -> tuple[float, str]:
+        """The length, and what fell short.
+
+        Interpolates on log-log axes: KL grows about as the square of a short vector.
+        """
         if kl <= _NO_COST:
             return 0.0, "the edit costs nothing"
-        step = 0.01 * self._meter.mean_norm
+        step = 0.01 * self._scale
         while self._bracket(kl)[1] == math.inf:
             step = max(4 * max(self._known), step)
-            if step > longest:
+            if step > _LONGEST * self._scale:
                 note = "no length of vector costs as much KL; this is the longest tried"
                 return max(self._known), note
             self._measure(step)
@@ -71,4 +76,4 @@ class EqualKL:
         return max(b for b in self._known if b < high), high
 
     def _measure(self, length: float) -> None:
-        self._known[length] = self._meter.run(Shift(length * self._meter.subject.direction)).kl
+        self._known[length] = self._cost(length)

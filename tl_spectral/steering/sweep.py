@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _STEERED = "steered"
 _COLUMNS = (
-    "method", "gap", "condition", "strength", "alignment", "alignment_before", "alignment_plus",
-    "alignment_minus", "positive", "follows_sign", "kl", "nll", "perplexity", "perplexity_before",
-    "chance", "note",
+    "method", "gap", "condition", "strength", "alignment", "alignment_se", "alignment_before",
+    "alignment_plus", "alignment_minus", "positive", "follows_sign", "kl", "kl_se", "nll",
+    "perplexity", "perplexity_before", "chance", "note",
 )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def steering_sweep(
     directions |= {f"random direction {i}": u for i, u in enumerate(drawn)}
     solvers = {m: {name: editors[m].solver(w) for name, w in directions.items()} for m in methods}
     meter = Meter(subject)
-    rival, rows = EqualKL(meter), []
+    rival, rows = EqualKL.along_direction(meter), []
     points = [(m, gap, name) for m in methods for gap in gaps for name in directions]
     for done, (method, gap, name) in enumerate(points):
         if progress is not None:
@@ -143,7 +143,8 @@ def steering_sweep(
         outcome = meter.run(edit)
         rows.append(point | _row(meter, name, outcome, edit, w))
         if name == _STEERED:
-            shift, note = rival.shift(outcome.kl)
+            length, note = rival.length(outcome.kl)
+            shift = Shift(length * w)
             added = meter.run(shift)
             rows.append(point | _row(meter, "additive at equal KL", added, shift, w, note))
     if progress is not None:
