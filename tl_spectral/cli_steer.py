@@ -55,9 +55,12 @@ def tell(report: SteeringReport) -> None:
     console.print(table)
     console.print(_top_tokens(report))
     for spoken in report.generations:
-        console.print(Text.assemble("\n", ("Prompt   ", "dim"), str(spoken["prompt"])))
-        console.print(Text.assemble(("without  ", "dim"), str(spoken["before"])))
-        console.print(Text.assemble(("with     ", "bold"), str(spoken["after"])))
+        prompt, before, after = (
+            str(spoken[name]).replace("\n", "⏎") for name in ("prompt", "before", "after")
+        )
+        console.print(Text.assemble("\n", ("Prompt   ", "dim"), prompt))
+        console.print(Text.assemble(("without  ", "dim"), before))
+        console.print(Text.assemble(("with     ", "bold"), after))
     for note in notes_of(report):
         console.print(Text(note, "dim"))
 

@@ -38,9 +38,11 @@ def steer(
 
     ``F' = F + α w rᵀ`` with α just large enough for the gap ([B] arXiv 2605.25619). Tokens are
     drawn to ±w by the sign of ⟨r, x⟩, where x is what attention reads (after the norm, if there is
-    one). On the real model the pull is weaker than in the paper's dynamics where the residual
-    stream is longer than what the norm hands on, and a norm after attention (Gemma 2, OLMo 2)
-    bounds it. ``method="additive"`` is the usual rival: a constant vector added to the stream.
+    one); that need not be the side of w on which ``resid_post`` lay, so that a weak edit can lower
+    the alignment. On the real model the pull is weaker than in the paper's dynamics where the
+    residual stream is longer than what the norm hands on, and a norm after attention (Gemma 2,
+    OLMo 2) bounds it. ``method="additive"`` is the usual rival: a constant vector added to the
+    stream.
 
     Arguments are checked, and α found, when this is called; the model is changed on entering and
     is bit for bit what it was on leaving: also after an exception, nested, in any order, and where
