@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Complex, Float
@@ -25,12 +26,17 @@ class Mode:
             eigenspace if it has more dimensions.
         multiplicity: How many eigenvalues it stands for (a simple pair: 2).
         strength: ``|1 + λ|`` or ``|λ|``, by the rule of dominance.
+        condition: ``‖y‖ ‖x‖ / |yᴴx|`` of its left and right eigenvectors, ≥ 1: by how much a
+            perturbation of ``F`` moves λ; 1 for a normal ``F``, infinite if defective. Of a
+            repeated eigenvalue the norm of the projector on its eigenspace, which is the same for
+            one. NaN if no left eigenvector was found.
     """
 
     eigenvalue: complex
     subspace: Float[Tensor, "d dim"]
     multiplicity: int
     strength: float
+    condition: float
 
     @property
     def rotates(self) -> bool:
@@ -58,6 +64,7 @@ def dominant_modes(
     skip: bool = True,
     count: int = 1,
     system: tuple[Complex[Tensor, " d"], Complex[Tensor, "d d"]] | None = None,
+    left: Complex[Tensor, "d d"] | None = None,
 ) -> tuple[Mode, ...]:
     """The leading modes of ``F``, strongest first.
 
@@ -66,9 +73,87 @@ def dominant_modes(
         skip: Order by ``|1 + λ|`` (skip connection kept) instead of ``|λ|``.
         count: How many modes at most.
         system: Eigenvalues and eigenvectors of ``F``, if they are known.
+        left: :func:`left_vectors` of the eigenvectors, if they are known.
     """
     values, vectors = eigensystem(F) if system is None else system
-    blur = _uncertainty(F, values, vectors)
+    left = left_vectors(vectors) if left is None else left
+    blur = uncertainty(F.norm().item(), values, left)
+    modes = grouped_modes(
+        values, vectors, left, blur,
+        skip=skip, count=count, eigenspace=lambda value, near, _: _eigenspace(F, value, near),
+    )  # fmt: skip
+    # One exact Jordan block spoils the inverse for all; then each mode is asked by itself.
+    return tuple(
+        replace(mode, condition=_condition(F, mode)) if math.isnan(mode.condition) else mode
+        for mode in modes
+    )
+
+
+def _condition(F: Tensor, mode: Mode) -> float:
+    """``‖(UᴴV)⁻¹‖₂``, U and V bases of the left and right null spaces of ``F − λ``."""
+    own = mode.multiplicity // 2 if mode.rotates else mode.multiplicity
+    shifted = F.to(torch.complex128) - mode.eigenvalue * torch.eye(len(F), dtype=torch.complex128)
+    U, _, Vh = torch.linalg.svd(shifted)
+    least = torch.linalg.svdvals(Vh[-own:] @ U[:, -own:])[-1].item()
+    return 1 / least if least > _ROUNDING else math.inf
+
+
+def left_vectors(vectors: Complex[Tensor, "d d"]) -> Complex[Tensor, "d d"]:
+    """Left eigenvectors as rows, scaled so that each gives 1 with its right eigenvector.
+
+    Not finite where the matrix is defective beyond rounding.
+    """
+    left: Tensor = torch.linalg.inv_ex(vectors)[0]
+    return left
+
+
+def uncertainty(
+    norm: float,
+    values: Complex[Tensor, " k"],
+    left: Complex[Tensor, "k d"],
+    residual: Float[Tensor, " k"] | None = None,
+) -> Float[Tensor, " k"]:
+    """How far rounding may have moved each eigenvalue: ``ε ‖F‖`` times its condition number.
+
+    It splits a Jordan block of size k by about ``ε^(1/k)``, and a conjugate pair born of that is no
+    rotation. The condition ``‖y‖ ‖x‖ / |yᴴx|`` of the fragments is then as large as their distance
+    demands.
+
+    Args:
+        norm: ``‖F‖_F``.
+        values: Eigenvalues.
+        left: Their left eigenvectors (see :func:`left_vectors`), right ones of length 1.
+        residual: ``‖Fx − λx‖``, where it exceeds rounding.
+    """
+    condition = left.norm(dim=1).nan_to_num(nan=math.inf).clamp(1.0, 1e12)
+    least = _SAME * max(values.abs().max().item(), torch.finfo(torch.float64).tiny)
+    error = _ROUNDING * norm + (0.0 if residual is None else residual)
+    blur: Tensor = (error * condition).clamp(min=least)
+    return blur
+
+
+def grouped_modes(
+    values: Complex[Tensor, " k"],
+    vectors: Complex[Tensor, "d k"],
+    left: Complex[Tensor, "k d"],
+    blur: Float[Tensor, " k"],
+    *,
+    skip: bool,
+    count: int,
+    eigenspace: Callable[[complex, float, list[int]], Tensor],
+) -> tuple[Mode, ...]:
+    """Eigenpairs as modes, strongest first: pairs and repeated eigenvalues count as one.
+
+    Args:
+        values: Eigenvalues, conjugates included.
+        vectors: Right eigenvectors of length 1, as columns.
+        left: Left eigenvectors as rows (see :func:`left_vectors`).
+        blur: Eigenvalues closer than this count as one.
+        skip: Order by ``|1 + λ|`` instead of ``|λ|``.
+        count: How many modes at most.
+        eigenspace: Real eigenspace of a repeated eigenvalue, from its mean, its blur and the
+            indices of its members.
+    """
     strength = (values + float(skip)).abs()
     order = torch.argsort(strength, descending=True, stable=True).tolist()
     modes: list[Mode] = []
@@ -77,9 +162,9 @@ def dominant_modes(
         near = blur[first].item()
         group = [i for i in order if (values[i] - values[first]).abs() <= near]
         value = complex(values[group].mean().item())
-        real = abs(value.imag) <= near
+        real, own = abs(value.imag) <= near, group
         if not real:
-            group += [i for i in order if (values[i] - values[first].conj()).abs() <= near]
+            group = group + [i for i in order if (values[i] - values[first].conj()).abs() <= near]
             value = complex(value.real, abs(value.imag))
         else:
             value = complex(value.real, 0.0)
@@ -88,25 +173,27 @@ def dominant_modes(
             plane = vector.real[:, None] if real else torch.stack([vector.real, vector.imag], 1)
             subspace, _ = torch.linalg.qr(plane)
         else:
-            subspace = _eigenspace(F, value, near)
-        modes.append(Mode(value, subspace, len(group), abs(value + float(skip))))
+            subspace = eigenspace(value, near, group)
+        condition = math.inf
+        if subspace.shape[1] == len(group):
+            condition = _projector_norm(vectors[:, own], left[own])
+        modes.append(Mode(value, subspace, len(group), abs(value + float(skip)), condition))
         taken = set(group)
         order = [i for i in order if i not in taken]
     return tuple(modes)
 
 
-def _uncertainty(F: Tensor, values: Tensor, vectors: Tensor) -> Float[Tensor, " d"]:
-    """How far rounding may have moved each eigenvalue: ``ε ‖F‖`` times its condition number.
-
-    It splits a Jordan block of size k by about ``ε^(1/k)``, and a conjugate pair born of that is no
-    rotation. The condition ``‖y‖ ‖x‖ / |yᴴx|`` of the fragments is then as large as their distance
-    demands.
-    """
-    left, _ = torch.linalg.inv_ex(vectors)
-    condition = left.norm(dim=1).nan_to_num(nan=math.inf).clamp(1.0, 1e12)
-    least = _SAME * max(values.abs().max().item(), torch.finfo(torch.float64).tiny)
-    blur: Tensor = (_ROUNDING * F.norm() * condition).clamp(min=least)
-    return blur
+def _projector_norm(right: Complex[Tensor, "d m"], left: Complex[Tensor, "m d"]) -> float:
+    """``‖X (YX)⁻¹ Y‖₂``: of one pair of vectors ``‖y‖ ‖x‖ / |yᴴx|``."""
+    if not torch.isfinite(torch.view_as_real(left)).all():
+        return math.nan
+    inner, _ = torch.linalg.inv_ex(left @ right)
+    _, R = torch.linalg.qr(right)
+    _, S = torch.linalg.qr(left.mH)
+    product = R @ inner @ S.mH
+    if not torch.isfinite(torch.view_as_real(product)).all():
+        return math.inf
+    return max(1.0, float(torch.linalg.matrix_norm(product, ord=2)))
 
 
 def _eigenspace(F: Tensor, value: complex, near: float) -> Float[Tensor, "d dim"]:

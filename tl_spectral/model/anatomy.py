@@ -22,6 +22,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """The linear part of a norm: what it does to a state, up to the state's scale.
+
+    Attributes:
+        gain: Factor per coordinate, as it is applied (Gemma's 1 + w included).
+        centres: Whether the mean over coordinates is taken out first (LayerNorm, not RMSNorm).
+    """
+
+    gain: Float[Tensor, " d_model"]
+    centres: bool
+
+    def before(self, W: Float[Tensor, "... d_model out"]) -> Float[Tensor, "... d_model out"]:
+        """``N W``: a map that reads the norm's output becomes one that reads its input."""
+        scaled = W * self.gain.to(W)[:, None]
+        return scaled - scaled.mean(dim=-2, keepdim=True) if self.centres else scaled
+
+    def after(self, W: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """``W N``: a map that writes to the norm becomes one that writes past it."""
+        centred = W - W.mean(dim=-1, keepdim=True) if self.centres else W
+        return centred * self.gain.to(W)
+
+
+@dataclass(frozen=True)
 class BlockAnatomy:
     """Where things are in one block.
 
@@ -30,11 +53,24 @@ class BlockAnatomy:
         mid_on_branch: The tensor at that hook feeds the MLP branch only, not the skip connection
             beside it (OPT reshapes in between): a derivative with respect to it lacks the identity.
         norm_gain: Gain per coordinate of the norm that reads ``resid_pre``, or ``None``.
+        attention_norm: The norm through which attention reads ``resid_pre``, or ``None``.
+        attention_post_norm: The norm through which attention's output passes before it is added to
+            the stream (Gemma 2 and 3, OLMo 2), or ``None``. A norm on the stream itself (BERT) is
+            none.
     """
 
     resid_mid: str | None
     mid_on_branch: bool
     norm_gain: Float[Tensor, " d_model"] | None
+    attention_norm: Norm | None
+    attention_post_norm: Norm | None
+
+
+_NORMS = ("ln1", "ln1_post", "ln2")
+_PARTS = (
+    *(f"{norm}.{hook}" for norm in _NORMS for hook in ("hook_in", "hook_out")),
+    *("attn.hook_in", "attn.o.hook_out", "attn.hook_out", "mlp.hook_in", "hook_out"),
+)
 
 
 def dissect(view: ModelView) -> tuple[BlockAnatomy, ...]:
@@ -59,7 +95,7 @@ def dissect(view: ModelView) -> tuple[BlockAnatomy, ...]:
     for layer in range(view.n_layers):
         block = f"blocks.{layer}"
         hooks[f"{block}.hook_in"] = leaf(f"{block}.hook_in")
-        for part in ("ln1.hook_in", "ln1.hook_out", "ln2.hook_in", "mlp.hook_in", "hook_out"):
+        for part in _PARTS:
             if f"{block}.{part}" in view.model.hook_dict:
                 hooks[f"{block}.{part}"] = record(f"{block}.{part}")
     with differentiable():
@@ -72,11 +108,30 @@ def _describe(view: ModelView, layer: int, seen: dict[str, Tensor]) -> BlockAnat
     block = f"blocks.{layer}"
     start, end = seen[f"{block}.hook_in"], seen[f"{block}.hook_out"]
     mid, on_branch = _find_mid(block, list(seen), seen)
-    gain = None
-    first_norm = seen.get(f"{block}.ln1.hook_in")
-    if first_norm is not None and torch.equal(first_norm, start):
-        gain = _measure_gain(view.model.blocks[layer].ln1.original_component, end)
-    return BlockAnatomy(resid_mid=mid, mid_on_branch=on_branch, norm_gain=gain)
+    first, post = None, None
+    if _same(seen.get(f"{block}.ln1.hook_in"), start):
+        first = measure_norm(view.model.blocks[layer].ln1.original_component, end)
+    reads = _same(seen.get(f"{block}.attn.hook_in"), seen.get(f"{block}.ln1.hook_out"))
+    # BLOOM adds the skip connection before attn.hook_out, so its projection is asked first.
+    written = seen.get(f"{block}.attn.o.hook_out", seen.get(f"{block}.attn.hook_out"))
+    for name in _NORMS:
+        read = seen.get(f"{block}.{name}.hook_in")
+        if read is not None and _same(read, written) and _place(start, read, end) != "stream":
+            post = measure_norm(getattr(view.model.blocks[layer], name).original_component, end)
+    return BlockAnatomy(
+        resid_mid=mid,
+        mid_on_branch=on_branch,
+        norm_gain=None if first is None else first.gain,
+        attention_norm=first if reads else None,
+        attention_post_norm=post,
+    )
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether both are there and hold one state (OPT folds the batch into the positions)."""
+    if one is None or other is None or one.numel() != other.numel():
+        return False
+    return torch.equal(one.reshape(-1), other.reshape(-1))
 
 
 def _find_mid(block: str, fired: list[str], seen: dict[str, Tensor]) -> tuple[str | None, bool]:
@@ -115,12 +170,14 @@ def _place(start: Tensor, middle: Tensor, end: Tensor) -> Literal["stream", "bra
     return None
 
 
-def _measure_gain(norm: torch.nn.Module, like: Tensor) -> Float[Tensor, " d_model"] | None:
-    """The gain as the norm applies it: half the difference of its outputs at ±x, over x.
+def measure_norm(norm: torch.nn.Module, like: Tensor) -> Norm | None:
+    """A norm's linear part as it is applied.
 
-    x alternates ±1 (scaled up against the norm's epsilon) and has mean 0 and mean square 1, so it
-    survives both kinds of norm; this reads a plain weight, Gemma's 1 + w and folded norms alike.
-    What grows with its input (an identity in a norm's place) is no norm: ``None``.
+    The gain is half the difference of its outputs at ±x, over x. x alternates ±1 (scaled up against
+    the norm's epsilon) and has mean 0 and mean square 1, so it survives both kinds of norm; this
+    reads a plain weight, Gemma's 1 + w and folded norms alike. A norm that centres does not see a
+    constant added to x. What grows with its input (an identity in a norm's place) is no norm:
+    ``None``.
     """
     x = torch.ones_like(like)
     x[..., 1::2] = -1
@@ -133,4 +190,5 @@ def _measure_gain(norm: torch.nn.Module, like: Tensor) -> Float[Tensor, " d_mode
         if not torch.allclose(up, further, rtol=1e-3, atol=1e-4):
             return None
         gain: Tensor = ((up - down) / (2 * x)).reshape(-1).float().cpu()
-    return gain
+        centres = torch.allclose(up, norm((x + 1) * 1e3), rtol=1e-3, atol=1e-4)
+    return Norm(gain=gain, centres=centres)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tl_spectral.errors import ModelStateError
+from tl_spectral.model.memo import spread_values
 
 _SAMPLE = 1024
 
@@ -29,7 +30,6 @@ def weights_fingerprint(model: Any) -> str:
                     f"{name} of {model.cfg.model_name} holds NaN or infinite values. Every number "
                     "would be one too. Load the weights again."
                 )
-            flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLE)].double().cpu().numpy()
+            sample = spread_values(parameter, _SAMPLE).double().cpu().numpy()
             digest.update(f"{name}{tuple(parameter.shape)}{total!r}".encode() + sample.tobytes())
     return digest.hexdigest()[:16]

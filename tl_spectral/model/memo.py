@@ -30,6 +30,14 @@ def _trace_of_writes(parameter: torch.Tensor) -> tuple[object, ...]:
     scaling, re-initialising and low-rank edits show in them, an edit of one entry by that
     route may not.
     """
-    flat = parameter.detach().reshape(-1)
-    few = flat[:: max(1, flat.numel() // _FEW)].double().cpu()
+    few = spread_values(parameter, _FEW).double().cpu()
     return (id(parameter), parameter.data_ptr(), parameter._version, few.numpy().tobytes())
+
+
+def spread_values(parameter: torch.Tensor, count: int) -> torch.Tensor:
+    """About so many values of a tensor, evenly spread; a strided tensor is not copied for them."""
+    tensor, step = parameter.detach(), max(1, parameter.numel() // count)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step]
+    index = torch.arange(0, tensor.numel(), step, device=tensor.device)
+    return tensor[torch.unravel_index(index, tensor.shape)]

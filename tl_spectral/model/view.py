@@ -25,13 +25,15 @@ from tl_spectral.errors import (
     TLSpectralWarning,
     UnsupportedModelError,
 )
-from tl_spectral.model.anatomy import BlockAnatomy, dissect
+from tl_spectral.model.anatomy import BlockAnatomy, Norm, dissect
 from tl_spectral.model.fingerprint import weights_fingerprint
 from tl_spectral.model.gradients import differentiable
 from tl_spectral.model.memo import remembered
 from tl_spectral.results import Provenance
 
 Site = Literal["resid_pre", "resid_mid", "resid_post"]
+Fold = Literal["none", "norm", "norm+post"]
+FOLDS: tuple[Fold, ...] = ("none", "norm", "norm+post")
 SITES: tuple[Site, ...] = ("resid_pre", "resid_mid", "resid_post")
 Hook = Callable[[Tensor], Tensor | None]
 _HALF = (torch.float16, torch.bfloat16)
@@ -278,13 +280,22 @@ class ModelView:
     # ------------------------------------------------------------------ weights
 
     def ov_factors(
-        self, layer: int
+        self, layer: int, fold: Fold | str = "none"
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head d_model"]]:
         """``W_V`` (key-value heads repeated over their query group) and ``W_O`` of a layer.
 
+        Args:
+            layer: Layer.
+            fold: Which norms to fold in: ``"none"``; ``"norm"``, the one that attention reads
+                through (:attr:`BlockAnatomy.attention_norm`: gain, and centring for LayerNorm);
+                ``"norm+post"``, also the one on its output. A norm that is not there folds nothing;
+                :meth:`folded` says what is.
+
         Raises:
+            InputError: If ``fold`` is none of these.
             UnsupportedModelError: If the layer has no value and output weights (Mamba, MLA, …).
         """
+        norms = self.folded(layer, fold)
         attention = getattr(self.model.blocks[layer], "attn", None)
         try:
             if attention is None:
@@ -293,14 +304,36 @@ class ModelView:
         except (AttributeError, NotImplementedError, ValueError) as error:
             raise UnsupportedModelError(
                 f"Layer {layer} of {self.name} ({self.architecture}) has no value and output "
-                f"weights per head ({error}). OV circuits need standard attention."
+                f"weights per head ({error}). OV circuits need standard attention; in a hybrid "
+                "model, choose the layers that have it."
             ) from error
         if W_V.ndim == 2:  # [d_model, head * d_head]
             d_head = int(self.model.cfg.d_head)
             W_V = W_V.reshape(W_V.shape[0], -1, d_head).transpose(0, 1)
         if W_O.ndim == 2:
             W_O = W_O.reshape(self.n_heads, -1, W_O.shape[-1])
-        return W_V.repeat_interleave(self.n_heads // W_V.shape[0], dim=0), W_O
+        if "norm" in norms:
+            W_V = norms["norm"].before(W_V)
+        if "post" in norms:
+            W_O = norms["post"].after(W_O)
+        group = self.n_heads // W_V.shape[0]
+        return (W_V if group == 1 else W_V.repeat_interleave(group, dim=0)), W_O
+
+    def folded(self, layer: int, fold: Fold | str) -> dict[str, Norm]:
+        """The norms of a layer that ``fold`` means and that are there: ``"norm"``, ``"post"``.
+
+        Raises:
+            InputError: If there is no such option.
+        """
+        if fold not in FOLDS:
+            raise InputError(f"fold must be one of {FOLDS}, got {fold!r}.")
+        if fold == "none":
+            return {}
+        block = self.anatomy[layer]
+        norms = {"norm": block.attention_norm}
+        if fold == "norm+post":
+            norms["post"] = block.attention_post_norm
+        return {name: norm for name, norm in norms.items() if norm is not None}
 
     # ------------------------------------------------------------------ provenance
 

@@ -1,7 +1,8 @@
-"""Figures of the OV circuits: one cell per head, and the principal mode of each layer."""
+"""Figures of the OV circuits: one cell per head, and the modes of each layer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,11 @@ def _like_random(fig: go.Figure, rows: pd.DataFrame, panel: int) -> None:
     )
 
 
+def _leading(rows: pd.DataFrame) -> Any:
+    """Which rows are principal modes: all, in a table that does not count modes."""
+    return rows["rank"] == 1 if "rank" in rows else np.ones(len(rows), dtype=bool)
+
+
 def principal_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
     """The principal mode of each layer's OV matrix: its eigenvalue's size and its spectral gap.
 
@@ -147,7 +153,7 @@ def principal_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
     for variant in variants(table):
         for rule, dash in (("with_skip", "solid"), ("without_skip", "dot")):
             rows = of_variant(table, variant)
-            rows = rows[rows["rule"] == rule].sort_values("layer")
+            rows = rows[(rows["rule"] == rule) & _leading(rows)].sort_values("layer")
             if rows.empty:
                 continue
             real, imaginary = column(rows, "eigenvalue_re"), column(rows, "eigenvalue_im")
@@ -185,3 +191,179 @@ def principal_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
     quiet = theme.layer_axis(column(table, "layer"))
     fig.update_layout(xaxis=quiet, xaxis2=quiet, yaxis={"rangemode": "tozero"})
     return theme.arrange(fig, titles, columns=2, row_height=240, narrow_row_height=200)
+
+
+_RULES = (("with_skip", "|1 + λ|, skip kept"), ("without_skip", "|λ|, skip left out"))
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def layer_modes_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
+    """Strength of the leading modes of each layer's OV matrix under both rules, and condition.
+
+    Args:
+        table: :meth:`tl_spectral.ov.OVCircuits.modes_dataframe`, or a run's table of that form.
+        template: A plotly template or its name.
+
+    Returns:
+        The figure. Lines that run close have no gap between them; a disc is a real mode, a diamond
+        a complex one, hollow where the direction cannot be named reliably. Grey dots are a random
+        matrix of the same norm. The condition is that of the principal mode.
+    """
+    fig = theme.new_figure(template)
+    for variant in variants(table):
+        rows = of_variant(table, variant)
+        for panel, (rule, _) in enumerate(_RULES):
+            of_rule = rows[rows["rule"] == rule].sort_values("layer")
+            for rank in sorted(of_rule["rank"].unique()):
+                modes = of_rule[of_rule["rank"] == rank]
+                name = f"{variant} · mode {rank}" if "variant" in table else f"mode {rank}"
+                dash = _DASHES[min(int(rank), len(_DASHES)) - 1]
+                _mode_line(fig, modes, "strength", name, variant, dash, panel, named=panel == 0)
+            leading = of_rule[_leading(of_rule)]
+            fig.add_scatter(
+                x=column(leading, "layer"),
+                y=theme.small(column(leading, "baseline_strength")),
+                mode="lines",
+                line={"color": theme.BASELINE, "width": 1.5, "dash": "dot"},
+                name="random matrix of the same norm",
+                legendgroup="random",
+                showlegend=panel == 0 and variant == variants(table)[0],
+                hovertemplate="layer %{x}<br>random matrix %{y:.3f}<extra></extra>",
+                xaxis=theme.axis("x", panel),
+                yaxis=theme.axis("y", panel),
+            )
+            dash = _DASHES[panel]
+            name = f"{variant}, {rule.replace('_', ' ')}"
+            _mode_line(fig, leading, "condition", name, variant, dash, 2, named=False)
+    quiet = theme.layer_axis(column(table, "layer"))
+    scale = theme.log_ticks(column(table, "condition"))
+    fig.update_layout(xaxis=quiet, xaxis2=quiet, xaxis3=quiet, yaxis3=scale)
+    titles = [
+        theme.titled("Strength with skip", _RULES[0][1]),
+        theme.titled("Strength without", _RULES[1][1]),
+        theme.titled("Condition of mode 1", "‖y‖‖x‖ / |yᴴx|"),
+    ]
+    return theme.arrange(fig, titles, columns=3, row_height=260, narrow_row_height=220)
+
+
+def _mode_line(
+    fig: go.Figure,
+    rows: pd.DataFrame,
+    value: str,
+    name: str,
+    variant: str,
+    dash: str,
+    panel: int,
+    *,
+    named: bool,
+) -> None:
+    complex_ = (rows["kind"] == "complex").tolist()
+    vague = rows["degenerate"].astype(bool).tolist()
+    details = [
+        f"λ = {a:.3f}{f' ± {b:.3f} i' if b else ''}, gap {gap:.3f}, condition {condition:.3g}"
+        + (f"<br>{note}" if note else "")
+        for a, b, gap, condition, note in zip(
+            column(rows, "eigenvalue_re"),
+            column(rows, "eigenvalue_im"),
+            column(rows, "gap"),
+            column(rows, "condition"),
+            rows["note"].astype(str),
+            strict=True,
+        )
+    ]
+    fig.add_scatter(
+        x=column(rows, "layer"),
+        y=theme.small(column(rows, value)),
+        customdata=details,
+        mode="lines+markers",
+        line={"color": theme.variant_colour(variant), "width": 1.5, "dash": dash},
+        marker={
+            "size": 7,
+            "symbol": [
+                ("diamond" if turns else "circle") + ("-open" if unsure else "")
+                for turns, unsure in zip(complex_, vague, strict=True)
+            ],
+        },
+        name=name,
+        legendgroup=name,
+        showlegend=named,
+        hovertemplate=(
+            f"<b>{name}</b> · layer %{{x}}<br>{value} %{{y:.4g}}<br>%{{customdata}}<extra></extra>"
+        ),
+        xaxis=theme.axis("x", panel),
+        yaxis=theme.axis("y", panel),
+    )
+
+
+def layer_spectrum_figure(
+    eigenvalues: Mapping[int, Any], norms: Mapping[int, float], *, template: Any = None
+) -> go.Figure:
+    """All eigenvalues of ``F_l`` in the complex plane, one panel per layer, on one scale.
+
+    Args:
+        eigenvalues: Layer → :meth:`tl_spectral.ov.OVCircuits.layer_eigenvalues`.
+        norms: Layer → ``‖F_l‖_F``.
+        template: A plotly template or its name.
+
+    Returns:
+        The figure. The grey disc, of radius ``‖F‖_F / √d``, is what a random matrix of the same
+        norm fills (circular law). With the skip connection the dominant eigenvalue is the one
+        farthest from the cross at −1, without it the one farthest from 0.
+    """
+    fig = theme.new_figure(template)
+    clouds = {layer: theme.as_array(values).ravel() for layer, values in eigenvalues.items()}
+    reach_x, reach_y = [-1.1, 0.1], [0.1]
+    for panel, (layer, values) in enumerate(clouds.items()):
+        x, y = theme.axis("x", panel), theme.axis("y", panel)
+        radius = float(norms[layer]) / np.sqrt(len(values))
+        reach_x += [-radius, radius, values.real.min(), values.real.max()]
+        reach_y += [radius, np.abs(values.imag).max()]
+        fig.add_shape(
+            type="circle",
+            **{"x0": -radius, "x1": radius, "y0": -radius, "y1": radius, "xref": x, "yref": y},
+            line={"color": theme.BASELINE, "width": 1, "dash": "dot"},
+            fillcolor=theme.NEUTRAL,
+            layer="below",
+        )
+        fig.add_scatter(
+            x=theme.small(values.real),
+            y=theme.small(values.imag),
+            customdata=theme.small(np.stack([np.abs(values), np.abs(1 + values)], axis=1)),
+            mode="markers",
+            marker={"color": theme.BLUE, "size": 5 if len(values) <= 1500 else 3, "opacity": 0.55},
+            hovertemplate=(
+                f"<b>layer {layer}</b><br>λ = %{{x:.3f}} + %{{y:.3f}} i<br>"
+                "|λ| = %{customdata[0]:.3f}, |1 + λ| = %{customdata[1]:.3f}<extra></extra>"
+            ),
+            showlegend=False,
+            xaxis=x,
+            yaxis=y,
+        )
+        fig.add_scatter(
+            x=[-1],
+            y=[0],
+            mode="markers",
+            marker={"color": theme.INK, "size": 9, "symbol": "x-thin", "line": {"width": 2}},
+            hovertemplate="−1: the skip rule measures from here<extra></extra>",
+            showlegend=False,
+            xaxis=x,
+            yaxis=y,
+        )
+    titles = [
+        theme.titled(f"Layer {layer}", f"{len(v)} eigenvalues") for layer, v in clouds.items()
+    ]
+    theme.arrange(fig, titles, columns=3, row_height=300, narrow_row_height=280, x_title=None)
+    left, right, top = 1.05 * min(reach_x), 1.05 * max(reach_x), 1.05 * max(reach_y)
+    for panel in range(len(clouds)):
+        number = "" if panel == 0 else str(panel + 1)
+        fig.update_layout(
+            {
+                f"xaxis{number}": {"range": [left, right], "title": {"text": "Re λ"}},
+                f"yaxis{number}": {
+                    "range": [-top, top],
+                    "scaleanchor": theme.axis("x", panel),
+                    "title": {"text": "Im λ" if panel % 3 == 0 else ""},
+                },
+            }
+        )
+    return fig
