@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,16 @@ from zoo import ARCHITECTURES
 from tl_spectral.errors import InputError, UnsupportedModelError
 from tl_spectral.model import ModelView
 from tl_spectral.model.edits import query_key_factors
-from tl_spectral.modes import chance_alignment, dominant_modes
+from tl_spectral.modes import chance_alignment, dominant_modes, layer_matrix
 from tl_spectral.ov import ov_circuits
 from tl_spectral.power import (
     ConsensusResult,
     PowerAlignment,
     power_alignment,
+    predicted_rho,
     simulate_power,
 )
+from tl_spectral.power.rho import criterion_sides
 
 TEXTS = [prompts(1, 9)[0], prompts(1, 5)[0] + 1, prompts(1, 9)[0] + 2]
 
@@ -99,28 +102,38 @@ def test_criterion_is_a_fact_about_weights(model_of: Any) -> None:
     assert True in seen
 
 
+def targets_of(model: Any, draws: int) -> Any:
+    from tl_spectral.power.targets import Targets
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 24, generator=generator, dtype=torch.float64)
+    return Targets(
+        ModelView(model), (0, 1, 2), skip=True, fold="none", count=1, draws=draws, x=x,
+        generator=generator,
+    )  # fmt: skip
+
+
 def test_random_maps_have_the_norm_of_the_layer_and_their_own_v1(llama: Any) -> None:
     """Kills: dominance taken before scaling, which |1 + λ| does not survive."""
-    from tl_spectral.power.alignment import _targets
-
-    ov = ov_circuits(llama)
-    generator = torch.Generator().manual_seed(0)
-    for layer, targets in enumerate(
-        _targets(ModelView(llama), (0, 1, 2), True, "none", 1, 8, generator)
-    ):
-        for mode, M in zip(targets[-2].modes, targets[-2].maps, strict=True):
-            F = M - torch.eye(24, dtype=torch.float64)
-            assert F.norm().item() == pytest.approx(ov.layer_matrix(layer).norm().item())
+    ov, targets = ov_circuits(llama), targets_of(llama, draws=8)
+    for layer in range(3):
+        norm = ov.layer_matrix(layer).norm().item()
+        drawn = next(t for t in targets.of(layer) if t.name == "random F")
+        for k, (gaussian, mode) in enumerate(zip(targets.gaussians, drawn.modes, strict=True)):
+            F, image, _ = gaussian.scaled(norm, skip=True)
+            assert F.norm().item() == pytest.approx(norm)
+            torch.testing.assert_close(image, targets.x @ F.T)
             expected = dominant_modes(F)[0]
             assert mode.eigenvalue == pytest.approx(expected.eigenvalue)
-            assert (mode.subspace.T @ expected.subspace).norm().item() ** 2 == pytest.approx(
-                mode.subspace.shape[1]
-            )
+            overlap = (mode.subspace.T @ expected.subspace).norm().item() ** 2
+            assert overlap == pytest.approx(mode.subspace.shape[1])
+            after = unit(targets.x + targets.x @ F.T) @ mode.subspace
+            torch.testing.assert_close(drawn.after[:, k], after.norm(dim=1))
 
 
 def test_criterion_can_say_no() -> None:
     """Kills: ‖M v1‖ instead of ‖Mᵀ v1‖: here the first is large and the second small."""
-    from tl_spectral.power.alignment import _random_alignment, _Target
+    from tl_spectral.power.targets import alignment
 
     F = torch.zeros(16, 16, dtype=torch.float64)
     F[0, 0] = 0.5  # dominant, but a far larger nilpotent part fills ‖F‖ without touching row 0
@@ -131,8 +144,233 @@ def test_criterion_can_say_no() -> None:
     left, right = (F.T @ mode.subspace).norm().item(), F.norm().item() / 4
     assert left < right
     x = torch.randn(4000, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    before, after = _random_alignment(x, _Target("v1", [mode], [F]))
-    assert (after > before).double().mean() < 0.4
+    grown = alignment(x @ F.T, mode.subspace) > alignment(x, mode.subspace)
+    assert grown.double().mean() < 0.4
+    assert predicted_rho(F, mode.subspace) < 0.4
+
+
+# ---------------------------------------------------------------------- ρ in closed form
+
+
+def tilting(M: Tensor, Q: Tensor, n: int = 30000) -> float:
+    """Share of isotropic tokens that tilt, by counting."""
+    x = torch.randn(n, len(M), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    share = [(y @ Q).norm(dim=1) / y.norm(dim=1) for y in (x, x @ M.T)]
+    return (share[1] > share[0]).double().mean().item()
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+def test_predicted_rho_is_what_random_tokens_do(skip: bool, scale: float) -> None:
+    """Real and complex modes of Gaussian matrices, dominant and not; n = 30,000: sd 0.003."""
+    d = 240
+    generator = torch.Generator().manual_seed(2)
+    F = torch.randn(d, d, generator=generator, dtype=torch.float64) * scale / d**0.5
+    M = F + skip * torch.eye(d, dtype=torch.float64)
+    kinds = {mode.subspace.shape[1]: mode.subspace for mode in dominant_modes(F, count=40)}
+    assert set(kinds) == {1, 2}
+    wide, _ = torch.linalg.qr(torch.randn(d, 5, generator=generator, dtype=torch.float64))
+    for Q in (*kinds.values(), wide):
+        assert predicted_rho(M, Q) == pytest.approx(tilting(M, Q), abs=0.015)
+
+
+def test_predicted_rho_at_the_ends() -> None:
+    """Symmetric maps tilt every token to their first vector and none to their last."""
+    d = 60
+    Q, _ = torch.linalg.qr(
+        torch.randn(d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    )
+    M = Q @ torch.diag(torch.linspace(1, 2, d, dtype=torch.float64)) @ Q.T
+    for columns in (Q[:, -1:], Q[:, -2:], Q[:, -3:]):
+        assert predicted_rho(M, columns) == pytest.approx(1)
+    for columns in (Q[:, :1], Q[:, :2]):
+        assert predicted_rho(M, columns) == pytest.approx(0)
+    for still in (torch.eye(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)):
+        assert predicted_rho(3 * still, Q[:, :1]) == predicted_rho(3 * still, Q[:, :2]) == 0
+    # a rotation by 45° of every plane: ⟨Mᵀv,x⟩ and ⟨v,x⟩ have the same law, so half of them tilt
+    turn = torch.block_diag(*[rotation(1, 1).double()] * (d // 2))
+    assert predicted_rho(turn, torch.eye(d, dtype=torch.float64)[:, :1]) == pytest.approx(0.5)
+    # s = 2k, c = 0: P(2|b| > |a|) for independent normals is 2/π · arctan 2
+    shift = torch.eye(d, dtype=torch.float64).roll(1, 0)
+    shift[0, -1] = 2 * math.sqrt((d - 1) / (d - 4))
+    v = torch.eye(d, dtype=torch.float64)[:, :1]
+    assert predicted_rho(shift, v) == pytest.approx(2 / math.pi * math.atan(2))
+
+
+def test_predicted_rho_exceeds_half_exactly_where_the_criterion_holds() -> None:
+    """For a line: whatever the matrix."""
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        M = torch.randn(9, 9, generator=generator, dtype=torch.float64)
+        M[0] *= 0.5 + seed / 40
+        v = torch.eye(9, dtype=torch.float64)[:, :1]
+        left, right = criterion_sides(M, v)
+        assert (predicted_rho(M, v) > 0.5) == (left > right)
+    with pytest.raises(InputError, match="square matrix and columns"):
+        predicted_rho(M, v[:5])
+
+
+def test_integral_of_a_quadratic_form_is_its_probability() -> None:
+    """Against ``P(Σ μ z² > 0)`` where it is elementary, and by counting where it is not."""
+    import numpy as np
+
+    from tl_spectral.power.rho import _share_positive
+
+    for a, b in ((3.0, 1.0), (1e-5, 1.0), (1.0, 1.0)):
+        line = 2 / math.pi * math.atan(math.sqrt(a / b))
+        assert _share_positive(np.array([a, -b]), 1.0) == pytest.approx(line, abs=1e-12)
+        # two equal ones on each side: a ratio of χ²₂, P = a/(a+b)
+        assert _share_positive(np.array([a, a, -b, -b]), 1.0) == pytest.approx(
+            a / (a + b), abs=1e-12
+        )
+    mu = np.array([2.0, 0.3, -1.0, -0.9, 1e-3])
+    z = np.random.default_rng(0).normal(size=(200000, 5)) ** 2
+    assert _share_positive(mu, 1.0) == pytest.approx((z @ mu > 0).mean(), abs=0.004)
+    assert _share_positive(np.array([1.0, 0.0]), 1.0) == 1
+    assert _share_positive(np.array([-1.0, 0.0]), 1.0) == 0
+
+
+def test_rho_foretold_stands_beside_rho_counted(llama: Any) -> None:
+    """Every target of every layer, random maps included; 24 dimensions are few, so roughly."""
+    table = power_alignment(llama, TEXTS, random_tokens=20000).to_dataframe()
+    drawn = table[table["tokens"] == "random"]
+    assert set(drawn["target"]) == {"v1", "v2", "v3", "other layer", "random F", "rotated F"}
+    assert (drawn["rho"] - drawn["predicted_rho"]).abs().max() < 0.08
+    assert (drawn["rho"] - drawn["predicted_rho"]).abs().mean() < 0.03
+    one = drawn[drawn["dimension"] == 1]
+    assert ((one["predicted_rho"] > 0.5) == one["criterion"]).all()
+
+
+def test_rotated_map_keeps_singular_values_alone(llama: Any) -> None:
+    """It reads the same, and writes it elsewhere."""
+    ov, targets = ov_circuits(llama), targets_of(llama, draws=1)
+    U, eye = targets.gaussians[0].rotation, torch.eye(24, dtype=torch.float64)
+    torch.testing.assert_close(U @ U.T, eye)
+    for layer in range(3):
+        drawn = next(t for t in targets.of(layer) if t.name == "rotated F")
+        F = U @ ov.layer_matrix(layer)
+        assert drawn.modes[0].eigenvalue == pytest.approx(dominant_modes(F)[0].eigenvalue)
+        left, right = criterion_sides(eye + F, drawn.modes[0].subspace)
+        assert drawn.facts["criterion_left"] == pytest.approx(left, rel=1e-6)
+        assert drawn.facts["criterion_right"] == pytest.approx(right)
+        after = unit(targets.x + targets.x @ F.T) @ drawn.modes[0].subspace
+        torch.testing.assert_close(drawn.after[:, 0], after.norm(dim=1))
+
+
+def test_shared_weights_have_no_other_layer(model_of: Any) -> None:
+    """Kills: a layer's own v1 as the control for itself."""
+    p = power_alignment(model_of("albert"), TEXTS, random_maps=0)
+    assert set(p.controls) == {"v2", "v3"}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_folded_gains_change_the_modes(name: str, model_of: Any) -> None:
+    model = model_of(name)
+    for fold in ("norm", "norm+post"):
+        p = power_alignment(model, TEXTS, fold=fold, random_maps=0)
+        for row, layer in enumerate(p.layers):
+            F = layer_matrix(*ModelView(model).ov_factors(layer, fold=fold))
+            mode = dominant_modes(F)[0]
+            left, _ = criterion_sides(F + torch.eye(24), mode.subspace)
+            assert p.criterion_left[row].item() == pytest.approx(left)
+        assert p.provenance.options["fold"] == fold
+        r = simulate_power(model, attention="identity", steps=1, layers=[1], fold=fold, n_tokens=3)
+        F = layer_matrix(*ModelView(model).ov_factors(1, fold=fold))
+        x = torch.randn(3, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        torch.testing.assert_close(r.final, unit(unit(x) + unit(x) @ F.T))
+    raw = power_alignment(model, TEXTS, random_maps=0)
+    assert not torch.allclose(p.criterion_left, raw.criterion_left)
+    with pytest.raises(InputError, match="fold must be one of"):
+        power_alignment(model, TEXTS, fold="gain")
+
+
+# ---------------------------------------------------------------------- classes of tokens
+
+
+class Words:
+    """A tokenizer of whole pieces, each with its mark."""
+
+    all_special_ids = (0,)
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = ["<s>", *pieces]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {piece: index for index, piece in enumerate(self.pieces)}
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return self.pieces[token]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.pieces[ids[0]].replace("Ġ", " ").replace("▁", "")
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "The Ġcat ness Ġof Ġthe m , it 's Ġa b Ġ12 Ġisn 't",
+        "the cat ##ness of the ##m , it ' a ##b 12 is !",
+    ],
+    ids=["bpe", "wordpiece"],
+)
+def test_pieces_of_a_word_share_its_class(sentence: str) -> None:
+    """``of the##m`` is two function words, ``a##b`` is none, ``cat##ness`` is one content word."""
+    from tl_spectral.power.classes import token_classes
+
+    pieces = sentence.split()
+    tokenizer = Words(*pieces)
+    view = ModelView.__new__(ModelView)
+    view.source = SimpleNamespace(tokenizer=tokenizer)
+    text = torch.tensor([0, *range(1, len(pieces) + 1), 0])
+    masks = token_classes(view, [text], "words")
+    found = [next(n for n in list(masks)[::-1] if masks[n][i]) for i in range(len(text))]
+    short = {"function words": "f", "content words": "c", "punctuation": "p", "special tokens": "s"}
+    names = "".join(short.get(name, name[0]) for name in found)
+    assert names == "f" + ("fccfffpffccpffs" if "Ġcat" in pieces else "fccfffpfpccpfps")
+    assert found[0] == "first"
+    assert masks["rest"].sum() == len(text) - 1
+
+
+def test_classes_of_the_caller(gpt2: Any) -> None:
+    ids = torch.cat(TEXTS)
+    place = torch.cat([torch.arange(len(text)) for text in TEXTS])
+    low = set(range(20))
+    by_id = power_alignment(gpt2, TEXTS, classes={"low": low, "nowhere": {63}}, random_maps=0)
+    by_place = power_alignment(
+        gpt2, TEXTS, classes=lambda token, pos: "low" if token < 20 else f"at {pos % 2}",
+        random_maps=0,
+    )  # fmt: skip
+    tables = [p.to_dataframe().query("target == 'v1' and layer == 1") for p in (by_id, by_place)]
+    mask = ids < 20
+    for table in tables:
+        row = table.set_index("tokens").loc["low"]
+        assert row["n_tokens"] == mask.sum()
+        model_of_row = _by_hand(gpt2, 1)
+        assert row["gamma_after"] == pytest.approx(model_of_row[mask].mean().item(), abs=1e-6)
+        assert row["rho_low"] <= row["rho"] <= row["rho_high"]
+    assert set(tables[0]["tokens"]) == {"all", "first", "rest", "low", "random"}
+    odd = tables[1].set_index("tokens").loc["at 1"]
+    assert odd["n_tokens"] == (~mask & (place % 2 == 1)).sum()
+
+
+def _by_hand(model: Any, layer: int) -> Tensor:
+    Q = ov_circuits(model).principal(layer).subspace
+    after = []
+    for text in TEXTS:
+        _, cache = model.run_with_cache(text[None])
+        after.append((unit(cache[f"blocks.{layer}.hook_out"][0].detach().double()) @ Q).norm(dim=1))
+    return torch.cat(after)
+
+
+def test_classes_refused(gpt2: Any) -> None:
+    for match, classes in {
+        "classes must be": "grammar",
+        "no tokenizer": "words",
+        "cannot name": {"rest": {1}},
+        "must return a string": lambda token, position: None,
+    }.items():
+        with pytest.raises(InputError, match=match):
+            power_alignment(gpt2, TEXTS, classes=classes)
 
 
 def test_modes_are_eigenspaces_in_order() -> None:
@@ -267,6 +505,41 @@ def test_planted_spectrum_and_iteration_agree(name: str, attention: Any) -> None
         assert r.distance[-1] < 1e-9
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_causal_averaging_and_theory_agree(name: str) -> None:
+    """Under a causal mask token i keeps modes 1 + λ/i, so rates differ and kinds do not."""
+    F, _, uniform, angle, _ = CASES[name]
+    r = simulate_power(matrices=F, attention="uniform", mask="causal", n_tokens=24, steps=400)
+    assert r.kind == r.predicted_kind == uniform
+    assert r.agrees
+    if r.angle is not None:
+        assert r.angle == pytest.approx(angle, abs=1e-3)
+
+
+def test_different_layers_may_agree_on_a_direction_that_moves() -> None:
+    """Kills: a consensus called none because each layer turns it elsewhere."""
+    Fs = [planted(3.0, 0.5, 0.2, seed=seed) for seed in range(6)]
+    r = simulate_power(matrices=Fs, attention="uniform", steps=60)
+    assert (r.kind, r.angle, r.agrees) == ("consensus", None, None)
+    assert r.evidence["turn"] > r.evidence["tol"]
+    assert r.order[-1].item() == pytest.approx(1)
+
+
+def test_ranks_of_the_tokens(gpt2: Any) -> None:
+    """From singular values, at every step; a cycle of ellipses has rank near two, consensus one."""
+    r = simulate_power(matrices=CASES["complex"][0], n_tokens=24, steps=60)
+    sigma = torch.linalg.svdvals(r.final)
+    p = sigma**2 / (sigma**2).sum()
+    assert r.effective_rank[-1].item() == pytest.approx((-(p * p.log()).nansum()).exp().item())
+    assert r.stable_rank[-1].item() == pytest.approx((sigma**2).sum() / sigma[0] ** 2)
+    assert 1.2 < r.effective_rank[-1] < 2 + 1e-6 < r.effective_rank[0]
+    one = simulate_power(matrices=CASES["real"][0], attention="uniform", n_tokens=24)
+    assert one.effective_rank[-1].item() == pytest.approx(1, abs=1e-6)
+    table = one.to_dataframe()
+    assert table["stable_rank"].iloc[-1] == pytest.approx(1)
+    assert table["effective_rank"].tolist() == one.effective_rank.tolist()
+
+
 def test_bipartite_sides_are_those_of_the_left_eigenvector() -> None:
     """Tokens on one side of the left eigenvector agree: the same F then ends in consensus."""
     F = CASES["real"][0]
@@ -281,29 +554,51 @@ def test_bipartite_sides_are_those_of_the_left_eigenvector() -> None:
     assert torch.equal(cosines.sign(), side.sign())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_defective_mode_converges_like_one_over_t(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "attention", "mask", "kind"),
+    [
+        (2, "identity", "full", "bipartite"),
+        (3, "identity", "full", "bipartite"),
+        (2, "uniform", "full", "consensus"),
+        (2, "uniform", "causal", "consensus"),
+    ],
+)
+def test_defective_mode_converges_like_one_over_t(
+    size: int, attention: str, mask: str, kind: str
+) -> None:
     """Kills: a conjugate pair born of rounding taken for a rotation."""
     F = planted(jordan(1.0, size), 0.2)
-    r = simulate_power(matrices=F, n_tokens=24, steps=1600)
+    r = simulate_power(matrices=F, attention=attention, mask=mask, n_tokens=24, steps=1600)
     assert r.defective
     assert "defective" in r.note
     assert r.eigenvalue == pytest.approx(1.0, abs=1e-4)
     assert r.eigenvalue.imag == 0
-    assert (r.kind, r.predicted_kind, r.agrees) == ("bipartite", "bipartite", True)
+    assert (r.kind, r.predicted_kind, r.agrees) == (kind, kind, True)
     assert r.distance is not None
     half, full = r.distance[800].item(), r.distance[1600].item()
     assert half / full == pytest.approx(2, rel=0.05)
 
 
-def test_nearly_degenerate_mode_is_slow_and_said_to_be() -> None:
+@pytest.mark.parametrize(
+    ("attention", "mask", "early", "kind"),
+    [
+        ("identity", "full", "none", "bipartite"),
+        ("uniform", "full", "consensus", "consensus"),  # tokens agree long before they are at v1
+        ("uniform", "causal", "consensus", "consensus"),
+    ],
+)
+def test_nearly_degenerate_mode_is_slow_and_said_to_be(
+    attention: str, mask: str, early: str, kind: str
+) -> None:
     F = planted(1.5, 1.495, 0.2)
-    short = simulate_power(matrices=F, n_tokens=24)
-    assert (short.kind, short.predicted_kind, short.agrees) == ("none", "bipartite", True)
-    assert "too short" in short.note
-    long = simulate_power(matrices=F, n_tokens=24, steps=3500)
-    assert (long.kind, long.agrees, long.note) == ("bipartite", True, "")
-    assert long.observed_rate == pytest.approx(2.495 / 2.5, abs=1e-5)
+    common: dict[str, Any] = {"attention": attention, "mask": mask, "n_tokens": 24}
+    short = simulate_power(matrices=F, **common)
+    assert (short.kind, short.predicted_kind, short.agrees) == (early, kind, True)
+    if early != kind:
+        assert "too short" in short.note
+    long = simulate_power(matrices=F, steps=3500, **common)
+    assert (long.kind, long.agrees, long.note) == (kind, True, "")
+    assert long.observed_rate == pytest.approx(2.495 / 2.5, abs=3e-5)
 
 
 def test_disagreement_is_reported(monkeypatch: Any) -> None:

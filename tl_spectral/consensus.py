@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_spectral.errors import InputError
+from tl_spectral.layer_modes import leading_modes
 from tl_spectral.limits import classify, compare, observed_rate, predict
 from tl_spectral.model import ModelView
 from tl_spectral.model.edits import query_key_factors
@@ -43,7 +44,8 @@ class ConsensusResult(Result):
         kind: ``"consensus"`` (all tokens on one direction), ``"bipartite"`` (on ±one direction),
             ``"limit cycle"`` (turning in one plane), or ``"none"``; see ``evidence``.
         angle: Observed turn per step in radians, in [0, π]: of a limit cycle, or π if a consensus
-            flips sign at every step, 0 if it stands; ``None`` for ``"none"``.
+            flips sign at every step, 0 if it stands; ``None`` for ``"none"``, and where layers
+            differ and the direction that tokens share still moves from one to the next.
         evidence: The numbers that decided: ``order`` ``‖mean x̂‖``, ``axis_share`` and
             ``plane_share`` (energy in the best line, and plane), ``turn`` (how far a token's line
             moves in the last step, radians), ``tol``.
@@ -224,7 +226,11 @@ def simulate_power(
         else _linear_step(F, A, skip)
         for F, layer in zip(Fs, chosen or (0,) * len(Fs), strict=True)
     ]  # fmt: skip
-    modes = [dominant_modes(F, skip=skip)[0] for F in Fs]
+    modes = (
+        [dominant_modes(F, skip=skip)[0] for F in Fs]
+        if view is None
+        else [leading_modes(view, layer, skip=skip, fold=fold)[0] for layer in chosen]
+    )
 
     shared = modes[0] if len(Fs) == 1 else None
     start = x
@@ -244,7 +250,7 @@ def simulate_power(
     order, mean_cosine, axis_share, rank, gamma, distance = torch.tensor(
         rows, dtype=torch.float64
     ).unbind(dim=1)
-    kind, angle, evidence = classify(list(window), tol)
+    kind, angle, evidence = classify(list(window), tol, shared=shared is not None)
     fields: dict[str, Any] = dict.fromkeys(
         ("eigenvalue", "predicted_kind", "predicted_rate", "predicted_angle", "observed_rate")
     )

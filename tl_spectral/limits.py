@@ -17,13 +17,17 @@ _RATE_TOLERANCE = {"full": 0.02, "causal": 0.05}
 _ANGLE_TOLERANCE = 0.01
 
 
-def classify(states: list[Tensor], tol: float) -> tuple[str, float | None, dict[str, float]]:
+def classify(
+    states: list[Tensor], tol: float, *, shared: bool
+) -> tuple[str, float | None, dict[str, float]]:
     """Kind of the limit, its angle per step, and the numbers that decided.
 
     Args:
         states: The last states of the run, unit rows, oldest first; at least two.
         tol: Share of the energy that may lie off the line or plane, and radians of turning per step
             that count as standing still.
+        shared: Whether one matrix was applied throughout. Only then must a consensus stand still,
+            and only then can there be a limit cycle.
     """
     last, previous = states[-1], states[-2]
     cosines = (last * previous).sum(dim=-1)
@@ -42,11 +46,12 @@ def classify(states: list[Tensor], tol: float) -> tuple[str, float | None, dict[
         "tol": tol,
     }
     still = evidence["turn"] < tol
-    if still and axis_share > 1 - tol:
+    if (still or not shared) and axis_share > 1 - tol:
         signs = (last @ axis.eigenvectors[:, -1]).sign()
         kind = "consensus" if (signs == signs[0]).all() else "bipartite"
-        return kind, (math.pi if cosines.mean() < 0 else 0.0), evidence
-    if not still and plane_share > 1 - tol:
+        angle = (math.pi if cosines.mean() < 0 else 0.0) if still else None
+        return kind, angle, evidence
+    if shared and not still and plane_share > 1 - tol:
         angle = _turn_in_plane([x @ vectors[:, -2:] for x in states[len(states) // 2 :]])
         if angle is not None and angle > tol:
             return "limit cycle", angle, evidence

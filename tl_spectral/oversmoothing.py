@@ -110,7 +110,7 @@ class Oversmoothing(Result):
 
     def plot(self, template: str | None = None) -> Figure:
         """Each measure over depth, with and without the first token, beside isotropic tokens."""
-        from tl_spectral.plots.power import oversmoothing_figure
+        from tl_spectral.plots import oversmoothing_figure
 
         return oversmoothing_figure(self.to_dataframe(), template=template)
 

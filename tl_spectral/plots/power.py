@@ -1,4 +1,4 @@
-"""Figures of the power method: alignment by layer, the road to consensus, and steering."""
+"""Figures of the power method: alignment by layer, the road to consensus, and oversmoothing."""
 
 from __future__ import annotations
 
@@ -139,38 +139,6 @@ def oversmoothing_figure(table: pd.DataFrame, *, template: Any = None) -> go.Fig
         columns=3,
         row_height=220,
         x_title="blocks passed",
-    )
-
-
-def steering_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
-    """Alignment with the direction against the price in KL, one mark per condition.
-
-    Args:
-        table: :meth:`tl_spectral.steering.SteeringReport.to_dataframe`.
-        template: A plotly template or its name.
-    """
-    fig = theme.new_figure(template)
-    colours = {"steered": theme.BLUE, "additive at equal KL": theme.ORANGE}
-    for name, rows in table.groupby("condition", sort=False):
-        fig.add_scatter(
-            x=column(rows, "kl"),
-            y=column(rows, "alignment"),
-            mode="markers",
-            marker={
-                "size": 11,
-                "color": colours.get(str(name), theme.BASELINE),
-                "symbol": "circle" if name in colours else "circle-open",
-            },
-            name=str(name),
-            hovertemplate=f"<b>{name}</b><br>KL %{{x:.4f}} nat<br>|cos| %{{y:.3f}}<extra></extra>",
-        )
-    fig.update_layout(yaxis={"rangemode": "tozero"}, xaxis={"rangemode": "tozero"})
-    return theme.arrange(
-        fig,
-        [theme.titled("What steering buys, and its price", "mean |cos| with the direction")],
-        columns=1,
-        row_height=320,
-        x_title="KL of the next-token distribution, nats",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +12,13 @@ from torch import Tensor
 from tl_spectral.errors import InputError
 from tl_spectral.model import ModelView, Site
 from tl_spectral.model.view import Fold, StopForward, by_length
-from tl_spectral.modes import (
-    Mode,
-    chance_alignment,
-    dominant_modes,
-    eigensystem,
-    layer_matrix,
-)
 from tl_spectral.power.classes import TokenClasses, describe, token_classes
 from tl_spectral.power.result import MEASURES, PowerAlignment
-from tl_spectral.power.rho import criterion_sides, effective_count, predicted_rho, wilson
+from tl_spectral.power.rho import effective_count, wilson
+from tl_spectral.power.targets import Target, Targets, alignment
 
 _BATCH_TOKENS = 2048
 _SITES: tuple[Site, Site] = ("resid_pre", "resid_post")
-
-
-@dataclass
-class _Target:
-    """A subspace to measure alignment with; several draws of a random one are averaged."""
-
-    name: str
-    modes: list[Mode]
-    maps: list[Tensor]  # the linear map that random tokens pass through, one per mode
 
 
 def power_alignment(
@@ -89,10 +73,13 @@ def power_alignment(
     tokens = view.tokens(texts)
     masks = token_classes(view, tokens, classes)
     generator = torch.Generator().manual_seed(seed)
-    targets = _targets(view, chosen, skip, fold, modes, random_maps, generator)
+    x = torch.randn(random_tokens, view.d_model, generator=generator, dtype=torch.float64)
+    made = Targets(
+        view, chosen, skip=skip, fold=fold, count=modes, draws=random_maps, x=x, generator=generator
+    )
+    targets = [made.of(layer) for layer in chosen]
     before, after = _text_alignment(view, tokens, chosen, targets)
     text = torch.cat([torch.full((row.numel(),), i) for i, row in enumerate(tokens)])
-    x = torch.randn(random_tokens, view.d_model, generator=generator, dtype=torch.float64)
 
     rows: list[dict[str, Any]] = []
     for row, layer in enumerate(chosen):
@@ -105,10 +92,9 @@ def power_alignment(
                 name: _measure(pair[0][mask], pair[1][mask], text[mask])
                 for name, mask in masks.items()
             }
-            measured["random"] = _measure(*_random_alignment(x, target), None)
-            facts = _facts(target, view.d_model)
+            measured["random"] = _measure(target.before, target.after, None)
             rows += [
-                {"layer": layer, "target": target.name, "tokens": name} | values | facts
+                {"layer": layer, "target": target.name, "tokens": name} | values | target.facts
                 for name, values in measured.items()
             ]
 
@@ -145,75 +131,11 @@ def power_alignment(
     )
 
 
-def _targets(
-    view: ModelView,
-    chosen: tuple[int, ...],
-    skip: bool,
-    fold: str,
-    count: int,
-    draws: int,
-    generator: torch.Generator,
-) -> list[list[_Target]]:
-    """Per layer: v1, the next modes, v1 of another layer, v1 of random maps."""
-    d = view.d_model
-    identity = torch.eye(d, dtype=torch.float64) * float(skip)
-    gaussians = [torch.randn(d, d, generator=generator, dtype=torch.float64) for _ in range(draws)]
-    systems = [eigensystem(G) for G in gaussians]
-    matrices = {layer: layer_matrix(*view.ov_factors(layer, fold=fold)) for layer in chosen}
-    # Two more than asked for: conjugate pairs and null spaces are passed over among the controls.
-    found = {layer: dominant_modes(F, skip=skip, count=count + 2) for layer, F in matrices.items()}
-    firsts = {layer: modes[0] for layer, modes in found.items()}
-    if len(chosen) == 1 and view.n_layers > 1:
-        other = (chosen[0] + 1) % view.n_layers
-        F = layer_matrix(*view.ov_factors(other, fold=fold))
-        firsts[other] = dominant_modes(F, skip=skip)[0]
-    order = list(firsts)
-    targets = []
-    for layer in chosen:
-        F, modes = matrices[layer], found[layer]
-        M = F + identity
-        mine = [_Target("v1", [modes[0]], [M])]
-        narrow = [mode for mode in modes[1:] if mode.subspace.shape[1] <= 2]
-        mine += [
-            _Target(f"v{k + 2}", [mode], [M]) for k, mode in enumerate(narrow[: max(0, count - 1)])
-        ]
-        if len(order) > 1:
-            other = order[(order.index(layer) + 1) % len(order)]
-            mine.append(_Target("other layer", [firsts[other]], [M]))
-        if draws:
-            scales = [(F.norm() / G.norm()).item() for G in gaussians]
-            scaled = [G * scale for G, scale in zip(gaussians, scales, strict=True)]
-            first = [
-                dominant_modes(G, skip=skip, system=(values * scale, vectors))[0]
-                for G, scale, (values, vectors) in zip(scaled, scales, systems, strict=True)
-            ]
-            mine.append(_Target("random F", first, [G + identity for G in scaled]))
-            turned = _haar(gaussians[0]) @ F
-            first = [dominant_modes(turned, skip=skip)[0]]
-            mine.append(_Target("rotated F", first, [turned + identity]))
-        targets.append(mine)
-    return targets
-
-
-def _haar(gaussian: Tensor) -> Float[Tensor, "d d"]:
-    """Uniformly random rotation from a Gaussian matrix (Mezzadri 2007)."""
-    Q, R = torch.linalg.qr(gaussian)
-    rotation: Tensor = Q * R.diagonal().sign()
-    return rotation
-
-
-def _alignment(x: Tensor, Q: Tensor) -> Float[Tensor, " token"]:
-    """Length of the projection of each unit vector ``x̂`` on a subspace; 0 for a zero vector."""
-    norms = x.norm(dim=-1)
-    length: Tensor = (x @ Q).norm(dim=-1) / torch.where(norms > 0, norms, torch.ones_like(norms))
-    return length
-
-
 def _text_alignment(
     view: ModelView,
     tokens: list[Tensor],
     chosen: tuple[int, ...],
-    targets: list[list[_Target]],
+    targets: list[list[Target]],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Alignment of every token with every target of each layer, before and after it.
 
@@ -238,7 +160,7 @@ def _text_alignment(
                 def hook(activation: Tensor) -> None:
                     states = activation.detach().reshape(-1, view.d_model).cpu().double()
                     for k, Q in enumerate(subspaces[row]):
-                        kept[site][row][at, k] = _alignment(states, Q)
+                        kept[site][row][at, k] = alignment(states, Q)
                     if (site, name) == ("resid_post", last):
                         raise StopForward
 
@@ -252,13 +174,6 @@ def _text_alignment(
             with torch.no_grad():
                 view.run(torch.stack([tokens[i] for i in batch]), hooks)
     return kept["resid_pre"], kept["resid_post"]
-
-
-def _random_alignment(x: Tensor, target: _Target) -> tuple[Tensor, Tensor]:
-    pairs = list(zip(target.modes, target.maps, strict=True))
-    before = [_alignment(x, mode.subspace) for mode, _ in pairs]
-    after = [_alignment(x @ M.T, mode.subspace) for mode, M in pairs]
-    return torch.stack(before, dim=1), torch.stack(after, dim=1)
 
 
 def _measure(
@@ -276,22 +191,4 @@ def _measure(
         "rho_low": low,
         "rho_high": high,
         "n_tokens": len(before),
-    }
-
-
-def _facts(target: _Target, d: int) -> dict[str, Any]:
-    """What holds for a target whatever the tokens; means over draws of a random map."""
-    mode, n = target.modes[0], len(target.modes)
-    pairs = list(zip(target.maps, target.modes, strict=True))
-    sides = [criterion_sides(M, m.subspace) for M, m in pairs]
-    left, right = (sum(side) / n for side in zip(*sides, strict=True))
-    return {
-        "chance": sum(chance_alignment(d, m.subspace.shape[1]) for m in target.modes) / n,
-        "dimension": mode.subspace.shape[1] if n == 1 else None,
-        "eigenvalue_re": mode.eigenvalue.real if n == 1 else None,
-        "eigenvalue_im": mode.eigenvalue.imag if n == 1 else None,
-        "criterion": left > right,
-        "criterion_left": left,
-        "criterion_right": right,
-        "predicted_rho": sum(predicted_rho(M, m.subspace) for M, m in pairs) / n,
     }

@@ -30,7 +30,7 @@ def criterion_sides(
     return left, M.norm().item() / math.sqrt(d)
 
 
-def predicted_rho(M: Float[Tensor, "d d"], subspace: Float[Tensor, "d dim"]) -> float:
+def predicted_rho(M: Float[Tensor, "rows columns"], subspace: Float[Tensor, "size dim"]) -> float:
     r"""ρ of isotropic random tokens through ``x → M x``, from M and the subspace alone [ours].
 
     A token tilts if ``‖QᵀMx‖/‖Mx‖ > ‖Qᵀx‖/‖x‖``. In high dimension ``‖Mx‖/‖x‖ → k = ‖M‖_F/√d``,
