@@ -12,7 +12,7 @@ from tl_spectral.plots import theme
 _NAMES = {
     "ari": ("Adjusted Rand index", "1 = the same"),
     "nmi": ("Mutual information", "normalised"),
-    "vi": ("Variation of information", "nats, 0 = the same"),
+    "vi": ("Variation of information", "nats"),
 }
 _WORDS = {"seeds": "seeds", "bootstrap": "bootstrap samples"}
 
@@ -116,6 +116,7 @@ def stability_figure(stability: Any, *, template: Any = None) -> go.Figure:
                 },
                 mode="markers",
                 marker={"size": 10, "color": theme.BLUE},
+                cliponaxis=False,
                 name="mean, middle 95 %",
                 legendgroup="mean",
                 showlegend=panel == 0 and at == 0,
@@ -196,7 +197,7 @@ def learning_figure(curve: Any, *, template: Any = None) -> go.Figure:
             hovertemplate="%{x} samples: |ρ| = %{y:.3f}<extra></extra>",
         )
     for name, colour, words in (
-        ("reliability", theme.GREEN, "participation, between subsets"),
+        ("reliability", theme.INK, "participation, between subsets"),
         ("ari", theme.ORANGE, "partition, with that of all (ARI)"),
     ):
         fig.add_scatter(
