@@ -342,3 +342,24 @@ def test_error_is_that_of_whole_texts() -> None:
 def test_options_are_refused_at_once(options: dict[str, Any], match: str, gpt2: Any) -> None:
     with untouched(gpt2), pytest.raises(InputError, match=match):
         steer(gpt2, direction(), **options)
+
+
+def test_alpha_costs_few_spectra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a secant that gets lost, and leaves its work to the bracket."""
+    from tl_spectral.steering import alpha as module
+
+    counted: list[int] = []
+    eigenvalues = module._eigenvalues
+
+    def spied(F: Tensor) -> Tensor:
+        counted.append(1)
+        return eigenvalues(F)
+
+    monkeypatch.setattr(module, "_eigenvalues", spied)
+    generator = torch.Generator().manual_seed(0)
+    F = torch.randn(40, 40, generator=generator, dtype=torch.float64) / 40**0.5
+    w = torch.nn.functional.normalize(direction(1, 40).double(), dim=0)
+    solver = module.GapSolver(F, w, w, True)
+    for gap in (2.0, 5.0, 20.0):
+        solver.alpha(gap)
+    assert len(counted) <= 1 + 3 * 6
