@@ -35,31 +35,42 @@ def power_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
     lines = [(v1, "v1, after", "gamma_after", theme.BLUE, "solid", 0)]
     lines += [(v1, "v1, before", "gamma_before", theme.SKY, "solid", 0)]
     lines += [(v1, "chance", "chance", theme.BASELINE, "dot", 0)]
-    lines += [(v1, "v1, text", "rho", theme.BLUE, "solid", 1)]
     for name, dash in _CONTROLS.items():
         rows = text[text["target"] == name]
         lines += [(rows, f"{name}, text", "rho", theme.BASELINE, dash, 1)]
+    lines += [(v1, "v1, text", "rho", theme.BLUE, "solid", 1)]
     drawn = table[(table["tokens"] == "random") & (table["target"].isin(["v1", "random F"]))]
     for target, colour in (("v1", theme.ORANGE), ("random F", theme.VERMILLION)):
         rows = drawn[drawn["target"] == target]
-        lines += [(rows, f"{target}, random tokens", "rho", colour, "dash", 1)]
+        lines += [(rows, f"{target}, random tokens", "rho", colour, "dash", 2)]
     foretold = drawn[drawn["target"] == "v1"]
-    lines += [(foretold, "v1, predicted from M", "predicted_rho", theme.PURPLE, "dot", 1)]
-    lines += [(v1, "‖Mᵀv1‖", "criterion_left", theme.BLUE, "solid", 2)]
-    lines += [(v1, "‖M‖ / √d", "criterion_right", theme.BASELINE, "dot", 2)]
+    lines += [(foretold, "v1, predicted from M", "predicted_rho", theme.INK, "dot", 2)]
+    lines += [(v1, "‖Mᵀv1‖", "criterion_left", theme.BLUE, "solid", 3)]
+    lines += [(v1, "‖M‖ / √d", "criterion_right", theme.BASELINE, "dot", 3)]
     bounds = column(v1, "rho_low"), column(v1, "rho_high")
     fig.add_traces(theme.band(layers, *bounds, theme.BLUE, panel=1, group="v1, text"))
     for rows, name, measure, colour, dash, panel in lines:
         if len(rows):
             _line(fig, column(rows, "layer"), column(rows, measure), name, colour, dash, panel)
-    axes = {f"xaxis{'' if i == 0 else i + 1}": theme.layer_axis(layers) for i in range(3)}
-    fig.update_layout(axes, shapes=[theme.level(0.5, panel=1)])
+            if panel == 1 and colour == theme.BASELINE:  # three of them cross each other
+                fig.data[-1].line.width = 1.25
+    axes = {f"xaxis{'' if i == 0 else i + 1}": theme.layer_axis(layers) for i in range(4)}
+    share = {"range": [-0.02, 1.02]}
+    fig.update_layout(
+        axes,
+        shapes=[theme.level(0.5, panel=1), theme.level(0.5, panel=2)],
+        yaxis={"rangemode": "tozero"},
+        yaxis2=share,
+        yaxis3=share,
+        yaxis4={"rangemode": "tozero"},
+    )
     titles = [
         theme.titled("Alignment with v1", "γ, text tokens"),
-        theme.titled("Tokens that tilt towards it", "ρ, share"),
-        theme.titled("Why random tokens do", "ρ > ½ if above the dots"),
+        theme.titled("Text tokens that tilt towards it", "share ρ"),
+        theme.titled("Random tokens that do", "share ρ, through M alone"),
+        theme.titled("Why they do", "ρ > ½ where the line is above the dots"),
     ]
-    return theme.arrange(fig, titles, columns=3, row_height=300, narrow_row_height=240)
+    return theme.arrange(fig, titles, columns=2, row_height=230, narrow_row_height=210)
 
 
 def consensus_figure(result: Any, *, template: Any = None) -> go.Figure:
