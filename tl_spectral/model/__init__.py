@@ -7,6 +7,7 @@ from tl_spectral.model.loading import (
     load_model,
     reinitialised,
 )
+from tl_spectral.model.shuffled import weight_shuffled
 from tl_spectral.model.view import ModelView, Site
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "boot_albert",
     "load_model",
     "reinitialised",
+    "weight_shuffled",
 ]
