@@ -201,7 +201,7 @@ def _metric(
     metric: Callable[[Any], float] | str, name: str | None, k: int
 ) -> tuple[Callable[[Any], float], str]:
     if not isinstance(metric, str):
-        title: str = name or getattr(metric, "__name__", "metric")
+        title = name or str(getattr(metric, "__name__", "metric"))
         return lambda x: _number(metric(x)), title
     if metric not in METRICS:
         raise InputError(f"There is no metric {metric!r}. There are {', '.join(METRICS)}.")
