@@ -92,7 +92,7 @@ class Rerun:
             self._outputs[block] = forward(*args, **kwargs)
             return self._outputs[block]
 
-        return _instead(self._view.source.blocks[block], keep)
+        return instead(self._view.source.blocks[block], keep)
 
     def _replayed(self, block: int, output: Any) -> tuple[Tensor, Tensor]:
         def give(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -100,12 +100,12 @@ class Rerun:
 
         with ExitStack() as stack:
             for skipped in self._view.source.blocks[: block + 1]:
-                stack.enter_context(_instead(skipped, give))
+                stack.enter_context(instead(skipped, give))
             return self._run()
 
 
 @contextmanager
-def _instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+def instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """``function(forward, …)`` in place of ``forward(…)`` of one module; its hooks still run."""
     own = vars(module).get("forward")
     forward = module.forward
