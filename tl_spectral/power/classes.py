@@ -105,7 +105,8 @@ def _of_words(
             "class → token ids, or as a function."
         )
     special = set(tokenizer.all_special_ids)
-    wordpiece = any(piece.startswith("##") for piece in tokenizer.get_vocab())
+    # Byte-level vocabularies hold "##" too, as Markdown's heading.
+    wordpiece = not any(piece.startswith(_WORD_STARTS) for piece in tokenizer.get_vocab())
     known = {i: _read(tokenizer, i, wordpiece) for i in set(torch.cat(list(tokens)).tolist())}
     known |= dict.fromkeys(special, (True, None))
     names = [name for row in tokens for name in word_classes([known[i] for i in row.tolist()])]
@@ -116,8 +117,10 @@ def _of_words(
 def _read(tokenizer: Any, token: int, wordpiece: bool) -> tuple[bool, str]:
     """Whether a piece starts a word, and what it reads as."""
     piece = tokenizer.convert_ids_to_tokens(token)
-    starts = not piece.startswith("##") if wordpiece else piece.startswith(_WORD_STARTS)
-    return starts, tokenizer.decode([token]).strip().removeprefix("##")
+    text = tokenizer.decode([token]).strip()
+    if wordpiece:
+        return not piece.startswith("##"), text.removeprefix("##")
+    return piece.startswith(_WORD_STARTS), text
 
 
 def word_classes(pieces: Sequence[tuple[bool, str | None]]) -> list[str]:
