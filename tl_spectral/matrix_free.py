@@ -1,34 +1,48 @@
 """Spectrum of an operator that is never formed: leading values and estimates, each with its error.
 
-Leading eigen- and singular values come from block Krylov subspaces (Rayleigh-Ritz; Musco & Musco
-2015 for the singular values) with their residuals; norms and traces from random probes with the
-leading singular directions treated exactly (the deflation of Hutch++, Meyer et al. 2021), with
-jackknife standard errors.
+Leading eigen- and singular values come from block Krylov subspaces with their residuals
+(:mod:`tl_spectral.krylov`); norms and traces from random probes with the leading singular
+directions treated exactly (the deflation of Hutch++, Meyer et al. 2021); the effective rank from
+the quadrature that the Krylov space gives for its starting vectors (stochastic Lanczos). Errors of
+what is sampled are standard errors such that value ± 1.96 errors is a 95 % interval
+(:mod:`tl_spectral.quadrature`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Bool, Complex, Float
 from torch import Tensor
 
 from tl_spectral.baselines import ginibre_reference
-from tl_spectral.decompose import checked_scale
-from tl_spectral.errors import InputError
+from tl_spectral.errors import InputError, TLSpectralWarning
+from tl_spectral.krylov import (
+    Eigenvalues,
+    Products,
+    SingularValues,
+    Space,
+    block_size,
+    is_operator,
+    leading_eigenvalues,
+    leading_singular_values,
+)
+from tl_spectral.quadrature import ranks, sampled
 from tl_spectral.results import Provenance, Result
 
 if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
 
-_Products = Callable[[np.ndarray], np.ndarray]  # [d, n] → [d, n]
-_BLOCK = 8  # columns per product: small blocks reach higher powers with the same subspace
+_ABSCISSA = 60  # largest dimension of the search for the numerical abscissa
+
+__all__ = ["OperatorSpectrum", "is_operator", "operator_spectrum"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +50,17 @@ class OperatorSpectrum(Result):
     """What can be said of an operator from products with it.
 
     Attributes:
-        eigenvalues: The k of largest modulus found, descending.
+        eigenvalues: The k of largest modulus found, descending; k + 1 where the k-th is half of a
+            complex pair.
         eigenvalue_residuals: ``‖Mv − λv‖`` for the unit Ritz vector: λ is an exact eigenvalue of a
-            matrix that far from M. Near the size of ``|λ|`` it means "not converged".
+            matrix that far from M.
+        eigenvalue_conditions: Condition number of each, as the Krylov space sees it: the error of λ
+            is about its residual times this.
+        eigenvalues_converged: Whether that error is below ``rtol·|λ|`` (or the residual rounding).
         singular_values: The k largest, descending; never above the true ones.
-        singular_residuals: ``‖Mᵀu − σv‖``: a true singular value lies that close.
+        singular_residuals: ``‖Mᵀu − σv‖``: a true singular value lies that close (the error of a
+            separated one is of the order of its square).
+        singular_values_converged: Whether the residual is below ``rtol·σ``.
         spectral_radius: Modulus of the first eigenvalue found.
         spectral_norm: First singular value.
         self_alignment: Overlap of the leading k left and right singular subspaces found.
@@ -51,20 +71,28 @@ class OperatorSpectrum(Result):
         antisymmetric_energy: ``(1 − symmetry_score)/2``.
         participation_ratio: ``(Σσ²)²/Σσ⁴``.
         stable_rank: ``‖M‖_F²/σ₁²``.
-        errors: Metric to error: a residual where the metric is a Ritz value, one standard error
-            where it is estimated from probes.
+        effective_rank: ``exp(−Σ p ln p)``, ``p = σ²/Σσ²``; its error includes the change of the
+            quadrature when the space last grew.
+        henrici_lower: Lower bound of ``√(‖M‖² − Σ|λ|²)/‖M‖``, see :func:`operator_spectrum`.
+        henrici_upper: Upper bound of the same. The errors are those of the bounds.
+        errors: Metric to error: a residual where the metric is a Ritz value, a standard error
+            where it is estimated from probes (value ± 1.96 errors covers 95 %).
         baseline: The same metrics for a real Ginibre matrix of this size and norm.
-        k: Number of leading values.
+        rtol: Relative error at which a leading value counts as converged.
+        k: Number of leading values asked for.
         d: Size of the operator.
         units: ``"raw"`` or ``"natural"``.
         n_dropped: Coordinates left out because they do not vary.
         n_products: Products with M or Mᵀ spent, in columns (forming M takes d).
     """
 
-    eigenvalues: Complex[Tensor, " k"]
-    eigenvalue_residuals: Float[Tensor, " k"]
+    eigenvalues: Complex[Tensor, " n"]
+    eigenvalue_residuals: Float[Tensor, " n"]
+    eigenvalue_conditions: Float[Tensor, " n"]
+    eigenvalues_converged: Bool[Tensor, " n"]
     singular_values: Float[Tensor, " k"]
     singular_residuals: Float[Tensor, " k"]
+    singular_values_converged: Bool[Tensor, " k"]
     spectral_radius: float
     spectral_norm: float
     self_alignment: float
@@ -75,20 +103,32 @@ class OperatorSpectrum(Result):
     antisymmetric_energy: float
     participation_ratio: float
     stable_rank: float
+    effective_rank: float
+    henrici_lower: float
+    henrici_upper: float
     errors: Mapping[str, float]
     baseline: Mapping[str, float | None]
+    rtol: float
     k: int
     d: int
     units: Literal["raw", "natural"]
     n_dropped: int
     n_products: int
 
+    @property
+    def converged(self) -> bool:
+        """Whether every leading value has converged to ``rtol``."""
+        return bool(self.eigenvalues_converged.all() and self.singular_values_converged.all())
+
     def to_dataframe(self) -> pd.DataFrame:
         """One row per metric: value, error, baseline."""
         import pandas as pd
 
-        rows = [(name, getattr(self, name), self.errors[name], self.baseline[name])
-                for name in self.errors]  # fmt: skip
+        rows = [
+            (name, getattr(self, name), error, self.baseline[name.removesuffix("_lower")
+             .removesuffix("_upper")])
+            for name, error in self.errors.items()
+        ]  # fmt: skip
         table: pd.DataFrame = pd.DataFrame(rows, columns=["metric", "value", "error", "baseline"])
         return table.astype(dict.fromkeys(("value", "error", "baseline"), "float64"))
 
@@ -99,30 +139,41 @@ class OperatorSpectrum(Result):
         return spectrum_figure(self)
 
 
-def is_operator(M: Any) -> bool:
-    """Whether M is a :class:`JacobianOperator` or a SciPy ``LinearOperator``."""
-    return hasattr(M, "to_scipy") or (hasattr(M, "rmatmat") and hasattr(M, "matmat"))
-
-
 def operator_spectrum(
     op: Any,
     scale: Float[Tensor, " d"] | None = None,
     *,
     k: int = 10,
+    rtol: float = 1e-3,
     subspace: int | None = None,
-    probes: int = 64,
+    probes: int = 32,
     seed: int = 0,
 ) -> OperatorSpectrum:
     """Leading eigen- and singular values of an operator, and estimates of its norms and traces.
 
+    The Krylov spaces grow until all k values have converged, or to ``subspace`` at most. Values at
+    the edge of a dense cloud (a random matrix, the bulk of a wide layer) converge slowly or not at
+    all; then a warning says how many, and each value says whether it is one of them.
+
+    Henrici's departure from normality needs every eigenvalue; from products it is enclosed. With
+    ``R = M − (tr M/d) I``, which has the same departure, ``S`` and ``A`` its symmetric and
+    antisymmetric parts, ``C = MMᵀ − MᵀM`` and the converged eigenvalues λ of R:
+
+    * ``dep² ≤ 2 min(‖S‖² − Σ(Re λ)², ‖A‖² − Σ(Im λ)²)`` (from the Schur form: each part holds half
+      of the strictly upper triangle), and ``dep² ≤ √((d³ − d)/12) ‖C‖`` (Henrici 1962);
+    * ``dep² ≥ ‖R‖² − √(‖R‖⁴ − ‖C‖²/2)`` (Kress, de Vries & Wegmann 1974), and
+      ``dep ≥ ‖C‖/(2σ + 2ρ)`` with σ, ρ bounds of R's spectral norm and radius (as
+      ``C = [R, Nᵀ] + [N, Dᵀ]`` for ``R = D + N`` in Schur form).
+
     Args:
-        op: A :class:`JacobianOperator` or a SciPy ``LinearOperator`` with ``rmatmat``; square.
+        op: A :class:`JacobianOperator`, a chain of them, or a SciPy ``LinearOperator`` with
+            ``rmatmat``; square. Near the identity use ``op.update``.
         scale: Standard deviation of each coordinate, for natural units.
         k: How many leading values (at most d).
-        subspace: Dimension of the Krylov subspaces, by default ``6k + 20``; larger is more
-            accurate, d is exact.
+        rtol: Relative error at which a leading value counts as converged.
+        subspace: Largest dimension of the Krylov spaces, by default ``14k + 60``; d is exact.
         probes: Number of random sign vectors.
-        seed: Seed of the starting block and of the probes.
+        seed: Seed of the starting blocks and of the probes.
 
     Returns:
         The values, each with its error.
@@ -131,191 +182,185 @@ def operator_spectrum(
         InputError: If the operator is not square, gives NaN, or is zero; or for options out of
             range.
     """
-    if len(op.shape) != 2 or op.shape[0] != op.shape[1]:
-        raise InputError(f"Expected a square operator, got shape {tuple(op.shape)}.")
-    M = _Counted(op, scale)
+    M = Products(op, scale)
     d = M.size
-    subspace = min(d, 6 * k + 20) if subspace is None else subspace
-    for name, value, least, most in (
-        ("k", k, 1, d), ("subspace", subspace, k, d), ("probes", probes, 2, None)
-    ):  # fmt: skip
-        if type(value) is not int or value < least or (most is not None and value > most):
-            upto = f" to {most}" if most is not None else " on"
-            raise InputError(f"{name} must be an integer from {least}{upto}, got {value!r}.")
+    _in_range("k", k, 1, d)
+    most = min(d, 14 * k + 60) if subspace is None else subspace
+    _in_range("subspace", most, k, d)
+    _in_range("probes", probes, 2, None)
+    if not 0 < rtol < 1:
+        raise InputError(f"rtol must lie between 0 and 1, got {rtol!r}.")
     rng = np.random.default_rng(seed)
-
-    Q, image = _krylov(M.forward, d, subspace, rng)
-    theta, Z = np.linalg.eig(Q.T @ image)
-    first = np.argsort(-np.abs(theta), kind="stable")[:k]
-    theta, Z = theta[first].astype(np.complex128), Z[:, first]
-    eigen_residuals = np.linalg.norm(image @ Z - (Q @ Z) * theta, axis=0)
-
-    left: list[np.ndarray] = []
-
-    def gram(X: np.ndarray) -> np.ndarray:
-        left.append(M.forward(X))
-        return M.backward(left[-1])
-
-    V, gram_image = _krylov(gram, d, subspace, rng)
-    U, sigma, Zt = np.linalg.svd(np.hstack(left), full_matrices=False)
-    if sigma[0] == 0:
-        raise InputError("The operator is zero; it has no direction to describe.")
-    U, sigma, Zt = U[:, :k], sigma[:k], Zt[:k]
-    V, MtMV = V @ Zt.T, gram_image @ Zt.T
-    safe = np.maximum(sigma, np.finfo(np.float64).tiny)
-    singular_residuals = np.where(sigma > 0, np.linalg.norm(MtMV / safe - V * sigma, axis=0), 0)
-
-    abscissa, abscissa_residual = _abscissa(M, min(d, 60), rng)
-    estimates, errors = _estimates(M, V, U * sigma, MtMV, float(sigma[0]), probes, rng)
+    start = _signs(rng, d, min(block_size(k, d), most))
+    singular = leading_singular_values(M, k, start, rng, rtol=rtol, most=most)
+    start = _signs(rng, d, min(block_size(k // 2, d), most))  # eigenvalues need higher powers
+    eigen = leading_eigenvalues(M, k, start, rng, rtol=rtol, most=most)
+    _warn(eigen, singular, k, rtol, most, d)
+    U, sigma, V = singular.left, singular.values, singular.right
+    estimates, errors, abscissa = _estimates(M, singular, eigen, probes, rtol, rng)
+    rank, rank_error = ranks(*singular.nodes)
     own = getattr(op, "provenance", None) or Provenance()
+    options = {"k": k, "rtol": rtol, "subspace": most, "probes": probes}
     return OperatorSpectrum(
-        eigenvalues=torch.from_numpy(theta),
-        eigenvalue_residuals=torch.from_numpy(eigen_residuals),
+        eigenvalues=torch.from_numpy(eigen.values),
+        eigenvalue_residuals=torch.from_numpy(eigen.residuals),
+        eigenvalue_conditions=torch.from_numpy(eigen.conditions),
+        eigenvalues_converged=torch.from_numpy(eigen.converged),
         singular_values=torch.from_numpy(sigma.copy()),
-        singular_residuals=torch.from_numpy(singular_residuals),
-        spectral_radius=float(abs(theta[0])),
+        singular_residuals=torch.from_numpy(singular.residuals),
+        singular_values_converged=torch.from_numpy(singular.converged),
+        spectral_radius=float(abs(eigen.values[0])),
         spectral_norm=float(sigma[0]),
         self_alignment=float(np.sum((U.T @ V) ** 2)) / k,
-        numerical_abscissa=abscissa,
+        numerical_abscissa=abscissa[0],
+        effective_rank=rank.effective_rank,
         **estimates,
         errors={
-            "spectral_radius": float(eigen_residuals[0]),
-            "spectral_norm": float(singular_residuals[0]),
-            "self_alignment": float(singular_residuals[-1] / safe[-1]),
-            "numerical_abscissa": abscissa_residual,
+            "spectral_radius": float(eigen.residuals[0]),
+            "spectral_norm": float(singular.residuals[0]),
+            "self_alignment": float(singular.residuals[-1] / max(sigma[-1], 1e-300)),
+            "numerical_abscissa": abscissa[1],
+            "effective_rank": rank_error.effective_rank,
             **errors,
         },
         baseline=ginibre_reference(d, estimates["frobenius"], k),
+        rtol=rtol,
         k=k,
         d=d,
         units="raw" if scale is None else "natural",
         n_dropped=M.n_dropped,
         n_products=M.count,
-        provenance=Provenance(
-            **{**vars(own), "seed": seed, "options": {"subspace": subspace, "probes": probes}}
-        ),
+        provenance=Provenance(**{**vars(own), "seed": seed, "options": {**own.options, **options}}),
     )
 
 
-class _Counted:
-    """Products in float64 and in the chosen units, checked and counted."""
-
-    def __init__(self, op: Any, scale: Any) -> None:
-        d = op.shape[0]
-        self._of_torch = hasattr(op, "to_scipy")
-        self._op, self._transposed = op, op.T
-        self._kept, self._std = np.arange(d), np.ones(d)
-        if scale is not None:
-            self._kept, self._std = checked_scale(scale, d)
-        self.size, self.n_dropped, self.count = len(self._kept), d - len(self._kept), 0
-        if self.size < 2:
-            raise InputError(f"{self.size} coordinates are left; a spectrum needs two that vary.")
-
-    def forward(self, X: np.ndarray) -> np.ndarray:
-        """``D⁻¹ M D X``."""
-        return self._apply(self._op, X * self._std[:, None]) / self._std[:, None]
-
-    def backward(self, X: np.ndarray) -> np.ndarray:
-        """``D Mᵀ D⁻¹ X``."""
-        return self._apply(self._transposed, X / self._std[:, None]) * self._std[:, None]
-
-    def _apply(self, op: Any, X: np.ndarray) -> np.ndarray:
-        self.count += X.shape[1]
-        full = np.zeros((self.size + self.n_dropped, X.shape[1]))
-        full[self._kept] = X
-        product: np.ndarray
-        if self._of_torch:
-            product = (op @ torch.from_numpy(full)).detach().to("cpu", torch.float64).numpy()
-        else:
-            product = np.asarray(op @ full, dtype=np.float64)
-        if not np.isfinite(product).all():
-            raise InputError("A product with the operator is not finite; look for NaN upstream.")
-        return product[self._kept]
+def _in_range(name: str, value: int, least: int, most: int | None) -> None:
+    if type(value) is not int or value < least or (most is not None and value > most):
+        upto = f" to {most}" if most is not None else " on"
+        raise InputError(f"{name} must be an integer from {least}{upto}, got {value!r}.")
 
 
-def _krylov(
-    apply: _Products, d: int, size: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Orthonormal basis of a block Krylov space and its image, both ``[d, size]``."""
-    basis = np.empty((d, 0))
-    images = []
-    candidates = rng.standard_normal((d, min(_BLOCK, size)))
-    while True:
-        frontier = _new_directions(candidates, basis, rng)
-        images.append(apply(frontier))
-        basis = np.hstack([basis, frontier])
-        room = size - basis.shape[1]
-        if room == 0:
-            return basis, np.hstack(images)
-        candidates = images[-1][:, :room]
+def _signs(rng: np.random.Generator, d: int, count: int) -> Float[np.ndarray, "d count"]:
+    return rng.integers(0, 2, (d, count)) * 2.0 - 1
 
 
-def _new_directions(
-    candidates: np.ndarray, basis: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
-    """Orthonormal directions outside the basis; random ones where candidates bring none."""
-    fresh = candidates / np.maximum(np.linalg.norm(candidates, axis=0), np.finfo(float).tiny)
-    while True:
-        for _ in range(2):  # once is not enough in floating point
-            fresh = fresh - basis @ (basis.T @ fresh)
-        Q, R = np.linalg.qr(fresh)
-        exhausted = np.abs(np.diagonal(R)) < 1e-10
-        if not exhausted.any():
-            for _ in range(2):  # what was nearly inside is magnified by the QR
-                Q = np.linalg.qr(Q - basis @ (basis.T @ Q))[0]
-            return Q
-        fresh[:, exhausted] = rng.standard_normal((len(fresh), int(exhausted.sum())))
-        fresh /= np.linalg.norm(fresh, axis=0)
-
-
-def _abscissa(M: _Counted, size: int, rng: np.random.Generator) -> tuple[float, float]:
-    """Largest eigenvalue of the symmetric part, and the residual of its Ritz vector."""
-    Q, image = _krylov(lambda X: (M.forward(X) + M.backward(X)) / 2, M.size, size, rng)
-    H = Q.T @ image
-    theta, Z = np.linalg.eigh((H + H.T) / 2)
-    return float(theta[-1]), float(np.linalg.norm(image @ Z[:, -1] - theta[-1] * (Q @ Z[:, -1])))
+def _warn(
+    eigen: Eigenvalues, singular: SingularValues, k: int, rtol: float, subspace: int, d: int
+) -> None:
+    missing = {
+        "eigenvalues": (int((~eigen.converged).sum()), len(eigen.converged)),
+        "singular values": (int((~singular.converged).sum()), len(singular.converged)),
+    }
+    counts = [f"{n} of {total} {what}" for what, (n, total) in missing.items() if n]
+    if counts:
+        more = f"Raise subspace (now {subspace} of {d}), or ask" if subspace < d else "Ask"
+        warnings.warn(
+            f"{' and '.join(counts)} have not converged to a relative {rtol:g}: they lie in a "
+            f"dense part of the spectrum, see their residuals. {more} for fewer than k = {k}.",
+            TLSpectralWarning,
+            stacklevel=3,
+        )
 
 
 def _estimates(
-    M: _Counted,
-    V: np.ndarray,
-    MV: np.ndarray,
-    MtMV: np.ndarray,
-    sigma_1: float,
+    M: Products,
+    singular: SingularValues,
+    eigen: Eigenvalues,
     probes: int,
+    rtol: float,
     rng: np.random.Generator,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Norms and traces: exact on span V, by random signs on its complement."""
-    signs = rng.integers(0, 2, (M.size, probes)) * 2.0 - 1
-    rest = signs - V @ (V.T @ signs)
-    image, back = M.forward(rest), M.backward(rest)
-    exact = np.array([np.sum(MV**2), np.sum(M.backward(V) * MV), np.sum(MtMV**2), np.sum(V * MV)])
-    sampled = np.stack(
+) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:
+    """Norms, traces and bounds: exact on the leading singular directions, sampled on the rest."""
+    W = _span(np.hstack([singular.right, singular.left]))
+    signs = _signs(rng, M.size, probes)
+    X = np.hstack([W, signs - W @ (W.T @ signs)])
+    image, back = M.forward(X), M.backward(X)
+    square, other = M.backward(image), M.forward(back)
+    terms = np.stack(
         [
             np.sum(image**2, axis=0),  # ‖M‖²
             np.sum(back * image, axis=0),  # tr M²
-            np.sum(M.backward(image) ** 2, axis=0),  # ‖MᵀM‖²
-            np.sum(rest * image, axis=0),  # tr M
+            np.sum(square**2, axis=0),  # ‖MᵀM‖²
+            np.sum(X * image, axis=0),  # tr M
+            np.sum((other - square) ** 2, axis=0),  # ‖MMᵀ − MᵀM‖²
         ]
     )
-    mean = sampled.mean(axis=1, keepdims=True)
-    without_one = (mean * probes - sampled) / (probes - 1)
-    values = _derived(exact[:, None] + mean, sigma_1)
-    jackknife = _derived(exact[:, None] + without_one, sigma_1)
-    errors = {
-        name: math.sqrt((probes - 1) * float(np.var(column))) for name, column in jackknife.items()
-    }
-    return {name: float(value[0]) for name, value in values.items()}, errors
+    r = W.shape[1]
+    sigma = float(singular.values[0] + singular.residuals[0])
+    radius = abs(eigen.values[0]) * (1 + 1e-3) if eigen.converged[0] else math.inf
+    found = eigen.values[eigen.converged]
+    names = (
+        "frobenius", "trace", "symmetry_score", "antisymmetric_energy",
+        "participation_ratio", "stable_rank", "henrici_lower", "henrici_upper",
+    )  # fmt: skip
+
+    def derive(sums: Float[np.ndarray, "5 n"]) -> Float[np.ndarray, "q n"]:
+        F, T, fourth, trace, _ = sums
+        symmetry = T / F
+        bounds = _departure(sums, M.size, sigma, radius, found)
+        return np.stack(
+            [
+                np.sqrt(F), trace, symmetry, (1 - symmetry) / 2, F**2 / fourth,
+                F / singular.values[0] ** 2, *np.sqrt(bounds / F),
+            ]
+        )  # fmt: skip
+
+    values, errors = sampled(terms[:, :r].sum(axis=1), terms[:, r:], derive)
+    abscissa = _abscissa(M, W, (image[:, :r] + back[:, :r]) / 2, rtol, rng)
+    rank = names.index("stable_rank")  # σ₁ has an error too
+    doubt = 2 * values[rank] * float(singular.residuals[0] / singular.values[0])
+    errors[rank] = math.hypot(errors[rank], doubt)
+    as_floats = [dict(zip(names, column.tolist(), strict=True)) for column in (values, errors)]
+    return as_floats[0], as_floats[1], abscissa
 
 
-def _derived(totals: Float[np.ndarray, "4 n"], sigma_1: float) -> dict[str, np.ndarray]:
-    square, trace_of_square, fourth, trace = totals
-    symmetry = trace_of_square / square
-    return {
-        "frobenius": np.sqrt(square),
-        "trace": trace,
-        "symmetry_score": symmetry,
-        "antisymmetric_energy": (1 - symmetry) / 2,
-        "participation_ratio": square**2 / fourth,
-        "stable_rank": square / sigma_1**2,
-    }
+def _span(X: Float[np.ndarray, "d n"]) -> Float[np.ndarray, "d r"]:
+    U, s, _ = np.linalg.svd(X, full_matrices=False)
+    return U[:, s > 1e-6 * s[0]]
+
+
+def _departure(
+    sums: Float[np.ndarray, "5 n"],
+    d: int,
+    sigma: float,
+    radius: float,
+    found: Complex[np.ndarray, " f"],
+) -> Float[np.ndarray, "2 n"]:
+    """Lower and upper bound of dep², see :func:`operator_spectrum`."""
+    F, T, _, trace, commutator = sums
+    shift = trace / d
+    F, T = F - trace**2 / d, T - trace**2 / d  # of R = M − shift
+    real = np.square(found.real[:, None] - shift).sum(axis=0)
+    imaginary = np.square(found.imag).sum()
+    halves = np.minimum((F + T) / 2 - real, (F - T) / 2 - imaginary)
+    by_commutator = math.sqrt((d**3 - d) / 12) * np.sqrt(commutator)
+    upper = np.maximum(0, np.minimum(2 * halves, by_commutator))
+    norm = np.minimum(sigma + np.abs(shift), np.sqrt(np.maximum(F, 0)))
+    size = 2 * norm + 2 * np.minimum(norm, radius + np.abs(shift))
+    by_size = np.divide(commutator, size**2, out=np.zeros_like(size), where=size > 0)
+    lower = np.maximum(F - np.sqrt(np.maximum(F**2 - commutator / 2, 0)), by_size)
+    return np.stack([np.clip(lower, 0, None), upper])
+
+
+def _abscissa(
+    M: Products,
+    W: Float[np.ndarray, "d r"],
+    image: Float[np.ndarray, "d r"],
+    rtol: float,
+    rng: np.random.Generator,
+) -> tuple[float, float]:
+    """Largest eigenvalue of the symmetric part, and the residual of its Ritz vector.
+
+    The search starts from the best of the leading singular directions, where it mostly lies.
+    """
+    _, Z = np.linalg.eigh(W.T @ image)
+    start = np.hstack([W @ Z[:, -7:], _signs(rng, M.size, 1)])[:, : M.size]
+    space = Space(M.symmetric, start, _ABSCISSA, rng)
+    while True:
+        H = space.basis.T @ space.image
+        theta, Z = np.linalg.eigh((H + H.T) / 2)
+        misfit = space.image @ Z[:, -1] - theta[-1] * (space.basis @ Z[:, -1])
+        residual = float(np.linalg.norm(misfit))
+        if space.full or residual <= rtol * abs(theta[-1]):
+            return float(theta[-1]), residual
+        space.grow(1.1)
