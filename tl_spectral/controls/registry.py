@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from tl_spectral.controls.activations import PhaseRandomised, SampleShuffled
@@ -48,7 +49,7 @@ def null_of(name: str, **options: Any) -> Null:
     """
     if name not in NULLS:
         raise InputError(f"There is no null model {name!r}. There are {', '.join(NULLS)}.")
-    known = tuple(NULLS[name].__dataclass_fields__)
+    known = tuple(field.name for field in fields(NULLS[name]))
     for option in options:
         if option not in known:
             has = f"its options are {', '.join(known)}" if known else "it has no options"

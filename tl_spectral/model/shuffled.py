@@ -35,7 +35,7 @@ def weight_shuffled(
     """
     view = ModelView(model)
     with differentiable():
-        shuffled = copy.deepcopy(model, {id(model.tokenizer): model.tokenizer})
+        shuffled = copy.deepcopy(model, _not_copied(model))
     generator = torch.Generator().manual_seed(seed)
     kept = set() if norms else {id(parameter) for parameter in _of_norms(shuffled)}
     where = shuffled if embeddings else shuffled.blocks
@@ -47,6 +47,20 @@ def weight_shuffled(
             parameter.copy_(parameter.flatten()[order].view(parameter.shape))
     shuffled.cfg.model_name = f"{view.name} with shuffled weights (seed {seed})"
     return shuffled.eval()
+
+
+def _not_copied(model: Any) -> dict[int, Any]:
+    """What the copy takes over as it is: the tokenizer, and what the last run left behind.
+
+    Some bridges keep their attention pattern, which has a history of derivatives after a run with
+    gradients; torch refuses to copy that.
+    """
+    memo = {id(model.tokenizer): model.tokenizer}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach()
+    return memo
 
 
 def _of_norms(model: torch.nn.Module) -> Iterator[Tensor]:
