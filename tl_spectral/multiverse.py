@@ -218,7 +218,7 @@ def multiverse(
         view = ModelView(model)
         chosen = view.layers(layers)
         texts = load_texts(data, n=1000 if data is None else None)
-        rows = [row[:tokens_per_text] for row in view.tokens(texts)]
+        rows = view.tokens(texts, first=tokens_per_text)
         sites: Any = ("resid_pre", "resid_post")
         states = capture(view.source, rows, pos, layers=chosen, sites=sites)
         stream = _from_model(view, rows[:jacobian_samples], chosen, pos, choices["context"])

@@ -161,12 +161,13 @@ class ModelView:
 
     # ------------------------------------------------------------------ texts
 
-    def tokens(self, texts: Any) -> list[Int[Tensor, " _"]]:
-        """Token ids of each text, on the CPU, never padded and never truncated.
+    def tokens(self, texts: Any, *, first: int | None = None) -> list[Int[Tensor, " _"]]:
+        """Token ids of each text, on the CPU, never padded, and never truncated unasked.
 
         Args:
             texts: A string, a list of strings, token ids ``[pos]`` or ``[batch, pos]``, or a list
                 of such tensors. Strings are tokenised as ``model.to_tokens`` does.
+            first: Keep so many tokens of each text, so that longer ones fit as well.
 
         Raises:
             InputError: If there is no text, a text is empty, too long, or not text at all.
@@ -192,6 +193,7 @@ class ModelView:
                 )
         if not rows:
             raise InputError("There is no text. Pass at least one.")
+        rows = [row[:first] for row in rows]
         for index, row in enumerate(rows):
             if row.numel() == 0:
                 raise InputError(f"Text {index} is empty. Leave it out.")
