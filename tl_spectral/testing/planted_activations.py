@@ -49,6 +49,11 @@ def planted_activations(
     (a bridge: of two communities in equal parts) plus independent noise, at unit variance, then
     shifted and scaled at random, which no correlation sees.
 
+    A graph shows a bridge only if it keeps more edges per unit than a community has units
+    (``top_k`` above ``units_per_community``, or a threshold): the sample correlations of a bridge
+    with its two sides differ by chance, alike for all units of a side, and its strongest few edges
+    then go to one side alone.
+
     Args:
         n_samples: Samples.
         communities: Number of communities.

@@ -71,10 +71,10 @@ class PlantedBlocks:
 
 def rotating_blocks(
     d: int,
-    angles_by_depth: Sequence[float],
+    angles_by_depth: Sequence[float | int],
     *,
-    funnel: Sequence[float] | None = None,
-    non_normality: float | Sequence[float] = 0.0,
+    funnel: Sequence[float | int] | None = None,
+    non_normality: float | int | Sequence[float | int] = 0.0,
     seed: int = 0,
 ) -> PlantedBlocks:
     """Blocks that rotate by given angles, narrow by a given funnel, and are not quite normal.

@@ -67,9 +67,11 @@ def planted_coupling(
     ``confounding · Σ confounds + r · place + √(1 − r²) · noise``, plus ``shared`` times a draw per
     community, with ``place`` the normal scores of what the confounds leave of participation, and
     ``r = 2 sin(π rho/6)``, the Pearson correlation of normal variables whose Spearman correlation
-    is rho. Norm gains follow participation (r about 0.6); strengths do so of themselves; standard
-    deviations follow the norm gains. So with ``rho=0`` the raw correlation is far from 0, and every
-    test that finds a coupling errs.
+    is rho. Norm gains follow participation (Spearman about 0.5), standard deviations follow the
+    norm gains, and strengths follow participation a little of themselves. So with ``rho=0`` the raw
+    correlation is about 0.35, and a test that finds a coupling errs. On average rho is recovered to
+    within 0.05 at ``confounding=1``; stronger confounds bend the ranks, and the estimate is drawn
+    to 0 (−0.25 of −0.3 at ``confounding=2``).
 
     Args:
         rho: The coupling, in [−0.9, 0.9].
