@@ -28,13 +28,13 @@ def is_operator(M: Any) -> bool:
     return hasattr(M, "to_scipy") or (hasattr(M, "rmatmat") and hasattr(M, "matmat"))
 
 
-def block_size(k: int, d: int) -> int:
-    """Vectors per product for k leading values.
+def block_size(k: int, most: int) -> int:
+    """Vectors per product for k leading values in a space of at most this dimension.
 
     Large blocks make better use of memory bandwidth (32 vectors cost a matrix of 4096 rows one and
     a half times what 8 do), small ones reach higher powers with the same number of products.
     """
-    return min(max(k, 8), 32, d)
+    return min(max(k, 8), 32, max(1, most // 2))
 
 
 class Products:
@@ -191,7 +191,7 @@ class SingularValues:
         right: Their right vectors.
         residuals: ``‖Mᵀu − σv‖``: a true singular value lies that close.
         converged: Whether the residual is below ``rtol·σ``, or mere rounding.
-        nodes: Quadrature of the last space, and before it of the one that it grew from.
+        nodes: Quadrature of the space without its last block, and of all of it.
     """
 
     left: Float[np.ndarray, "d k"]
@@ -299,57 +299,70 @@ def leading_singular_values(
     first = start if hints is None else np.hstack([start, hints])[:, : M.size]
     space = Space(gram, first, most, rng)
     space.grow(1 + k / space.size)
-    nodes: Nodes | None = None
     while True:
         L = np.hstack(left)
         if not L.any():
             raise InputError("The operator is zero; it has no direction to describe.")
-        squares, Z = np.linalg.eigh(L.T @ L)
-        sigma, Z = np.sqrt(np.maximum(squares[::-1], 0)), Z[:, ::-1]
-        residuals = _misfit(space, Z, sigma, M.eps)
-        overlaps = ((space.basis @ Z).T @ start) ** 2
-        before, nodes = nodes, Nodes(sigma**2, _isolated(residuals, sigma), overlaps)
-        if _settled(residuals, sigma, rtol, M.eps)[:k].all() or space.full:
+        sigma, Z = _gram_values(L)
+        if space.full or _settled(space, Z[:, :k], sigma[:k], rtol, M.eps).all():
             break
         space.grow(_GROWTH)
+    last = _nodes(space, L, start, M.eps)
+    before = _nodes(space, np.hstack(left[:-1]), start, M.eps) if len(left) > 1 else last
     U, sigma, Zt = np.linalg.svd(L, full_matrices=False)  # small values to their last digits
-    U, sigma, Z = U[:, :k], sigma[:k], Zt[:k].T
-    residuals = _misfit(space, Z, sigma, M.eps)
+    U, sigma, V = U[:, :k], sigma[:k], space.basis @ Zt[:k].T
+    residuals = np.linalg.norm(M.backward(U) - V * sigma, axis=0)
+    floor = max(8 * M.eps, 1e-13) * sigma[0]
     return SingularValues(
         left=U,
         values=sigma,
-        right=space.basis @ Z,
+        right=V,
         residuals=residuals,
-        converged=_settled(residuals, sigma, rtol, M.eps),
-        nodes=(nodes if before is None else before, nodes),
+        converged=residuals <= np.maximum(rtol * sigma, floor),
+        nodes=(before, last),
     )
 
 
+def _gram_values(
+    L: Float[np.ndarray, "d m"],
+) -> tuple[Float[np.ndarray, " m"], Float[np.ndarray, "m m"]]:
+    """Singular values of ``MQ`` and their right vectors, large ones accurately."""
+    squares, Z = np.linalg.eigh(L.T @ L)
+    return np.sqrt(np.maximum(squares[::-1], 0)), Z[:, ::-1]
+
+
+def _nodes(
+    space: Space, L: Float[np.ndarray, "d m"], start: Float[np.ndarray, "d s"], eps: float
+) -> Nodes:
+    sigma, Z = _gram_values(L)
+    overlaps = Z.T @ (space.basis[:, : len(Z)].T @ start)
+    return Nodes(sigma**2, _isolated(_misfit(space, Z, sigma), sigma), overlaps**2)
+
+
 def _misfit(
-    space: Space, Z: Float[np.ndarray, "m n"], sigma: Float[np.ndarray, " n"], eps: float
+    space: Space, Z: Float[np.ndarray, "m n"], sigma: Float[np.ndarray, " n"]
 ) -> Float[np.ndarray, " n"]:
-    """``‖Mᵀu − σv‖`` of Ritz vectors ``v = QZ``; where σ is rounding, so is that."""
-    rounding = _rounding(sigma, eps)
-    known = sigma > rounding
-    inverse = np.divide(1, sigma, out=np.zeros_like(sigma), where=known)
-    distance = np.linalg.norm(space.image @ (Z * inverse) - space.basis @ (Z * sigma), axis=0)
-    return np.where(known, distance, rounding)
+    """``‖MᵀMv − σ²v‖`` of Ritz vectors ``v = QZ``, without a product more."""
+    basis, image = space.basis[:, : len(Z)], space.image[:, : len(Z)]
+    return np.asarray(np.linalg.norm(image @ Z - basis @ (Z * sigma**2), axis=0))
 
 
 def _settled(
-    residuals: Float[np.ndarray, " n"], sigma: Float[np.ndarray, " n"], rtol: float, eps: float
+    space: Space,
+    Z: Float[np.ndarray, "m n"],
+    sigma: Float[np.ndarray, " n"],
+    rtol: float,
+    eps: float,
 ) -> Bool[np.ndarray, " n"]:
-    return np.asarray(residuals <= np.maximum(rtol * sigma, _rounding(sigma, eps)))
+    """Whether ``‖Mᵀu − σv‖`` is below ``rtol·σ``, or growing would not show any more."""
+    rounding = max(8 * eps, 1e-13) * sigma[0] ** 2
+    return np.asarray(_misfit(space, Z, sigma) <= np.maximum(rtol * sigma**2, rounding))
 
 
 def _isolated(
-    residuals: Float[np.ndarray, " n"], sigma: Float[np.ndarray, " n"]
+    misfit: Float[np.ndarray, " n"], sigma: Float[np.ndarray, " n"]
 ) -> Bool[np.ndarray, " n"]:
-    """Which vectors are known to about 3 %: they err by the residual over the gap to the next."""
-    gaps = np.append(np.inf, -np.diff(sigma))
+    """Which vectors are known to about 3 %: they err by the misfit over the gap to the next."""
+    gaps = np.append(np.inf, -np.diff(sigma**2))
     gaps = np.minimum(gaps, np.append(gaps[1:], np.inf))
-    return np.asarray(residuals <= 0.03 * gaps)
-
-
-def _rounding(sigma: Float[np.ndarray, " n"], eps: float) -> float:
-    return max(8 * eps, 1e-13) * float(sigma[0])
+    return np.asarray(misfit <= 0.03 * gaps)

@@ -191,9 +191,9 @@ def operator_spectrum(
     if not 0 < rtol < 1:
         raise InputError(f"rtol must lie between 0 and 1, got {rtol!r}.")
     rng = np.random.default_rng(seed)
-    start = _signs(rng, d, min(block_size(k, d), most))
+    start = _signs(rng, d, block_size(k, most))
     singular = leading_singular_values(M, k, start, rng, rtol=rtol, most=most)
-    start = _signs(rng, d, min(block_size(k // 2, d), most))  # eigenvalues need higher powers
+    start = _signs(rng, d, block_size(k // 2, most))  # eigenvalues need higher powers
     eigen = leading_eigenvalues(M, k, start, rng, rtol=rtol, most=most)
     _warn(eigen, singular, k, rtol, most, d)
     U, sigma, V = singular.left, singular.values, singular.right

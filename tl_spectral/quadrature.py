@@ -58,8 +58,8 @@ def ranks(before: Nodes, last: Nodes) -> tuple[Ranks, Ranks]:
     Isolated singular values count as they are, the rest is the mean over the starting vectors.
 
     Args:
-        before: Quadrature of the space that the last one grew from; the change is taken for the
-            error of the quadrature, beside that of the sampling.
+        before: Quadrature of the space without its last block; the change is taken for the error of
+            the quadrature, beside that of the sampling.
         last: Quadrature of the last space.
     """
     value, error = sampled(*_sums(last), _derived)
