@@ -26,7 +26,10 @@ def synthetic_run(
     variants = ["trained", "control"] if control else ["trained"]
     tables: dict[str, list[dict]] = {
         name: []
-        for name in ("spectra", "chain", "ov", "ov_layers", "communities", "units", "coupling")
+        for name in (
+            *("spectra", "chain", "ov", "ov_layers", "power", "oversmoothing", "consensus"),
+            *("communities", "units", "coupling"),
+        )
     }
     arrays: dict[str, object] = {}
     for variant in variants:
@@ -45,6 +48,10 @@ def synthetic_run(
             size = 0.4 + 0.4 * (1 - depth) * trained
             disc = np.sqrt(rng.random(d)) * np.exp(2j * np.pi * rng.random(d))
             arrays[f"eigenvalues/{variant}/{layer}"] = 1 + size * disc
+            arrays[f"layer_matrix/{variant}/{layer}"] = 0.4 * disc
+            tables["power"] += _power(rng, variant, layer, trained)
+        tables["oversmoothing"] += _oversmoothing(rng, variant, layers, trained)
+        tables["consensus"] += _consensus(variant, layers, trained)
         tables["chain"] += _chain(rng, variant, layers, d, samples, trained)
     frames = {name: pd.DataFrame(rows) for name, rows in tables.items()}
     frames["trend"] = _trend(variants, len(layers))
@@ -162,15 +169,105 @@ def _ov_layers(rng, variant, layer):
             "variant": variant,
             "layer": layer,
             "rule": rule,
-            "eigenvalue_re": rng.normal(1, 0.5),
+            "rank": rank,
+            "eigenvalue_re": 1 / rank,
             "eigenvalue_im": im,
-            "gap": rng.uniform(0, 1),
+            "gap": rng.uniform(1, 1.4),
             "kind": "complex" if im else "real",
             "frobenius": 4.0,
+            "strength": abs(1 / rank + im * 1j + (rule == "with_skip")),
+            "baseline_strength": 0.5 + (rule == "with_skip"),
+            "condition": rng.uniform(1, 9),
+            "multiplicity": 1 + (im > 0),
+            "degenerate": bool(rank == 3),
+            "residual": 1e-15,
+            "method": "dense",
+            "note": "",
         }
         for rule in ("with_skip", "without_skip")
+        for rank in (1, 2, 3)
         for im in [float(rng.choice([0.0, 0.4]))]
     ]
+
+
+def _power(rng, variant, layer, trained):
+    rows = []
+    for target in ("v1", "v2", "other layer", "random F", "rotated F"):
+        own = target == "v1"
+        for tokens in ("all", "first", "rest", "random"):
+            rho = np.clip(0.5 + 0.2 * own * trained + 0.05 * rng.standard_normal(), 0, 1)
+            rows.append(
+                {
+                    "variant": variant,
+                    "layer": layer,
+                    "target": target,
+                    "tokens": tokens,
+                    "gamma_before": 0.1 + 0.05 * rng.random(),
+                    "gamma_after": 0.12 + 0.08 * own * rng.random(),
+                    "rho": rho,
+                    "rho_low": rho - 0.06,
+                    "rho_high": rho + 0.06,
+                    "n_tokens": 480,
+                    "chance": 0.1,
+                    "dimension": 1,
+                    "eigenvalue_re": 0.7,
+                    "eigenvalue_im": 0.0,
+                    "criterion": True,
+                    "criterion_left": 1.6,
+                    "criterion_right": 1.1,
+                    "predicted_rho": 0.62,
+                }
+            )
+    return rows
+
+
+def _oversmoothing(rng, variant, layers, trained):
+    first = {"order": 0.3, "mean_cosine": 0.1, "effective_rank": 9, "stable_rank": 3}
+    rows = []
+    for boundary in (*layers, layers[-1] + 1):
+        for tokens in ("all", "rest"):
+            for measure, start in (first | {"residual": 0.9}).items():
+                value = start * (1 + 0.05 * boundary * trained + 0.02 * rng.standard_normal())
+                rows.append(
+                    {
+                        "variant": variant,
+                        "boundary": boundary,
+                        "tokens": tokens,
+                        "measure": measure,
+                        "value": value,
+                        "low": value * 0.95,
+                        "high": value * 1.05,
+                        "baseline": start * 0.8,
+                        "n_texts": 32,
+                    }
+                )
+    return rows
+
+
+def _consensus(variant, layers, trained):
+    rows = []
+    for start in ("random", "text"):
+        for i, attention in enumerate(("real", "uniform", "identity")):
+            for step in range(len(layers) + 1):
+                order = 1 - 0.8 * np.exp(-step * (0.1 + 0.2 * trained) / (i + 1))
+                rows.append(
+                    {
+                        "variant": variant,
+                        "start": start,
+                        "attention": attention,
+                        "kind": "none",
+                        "step": step,
+                        "layer": None if step == 0 else layers[step - 1],
+                        "order": order,
+                        "mean_cosine": order**2,
+                        "axis_share": order**2,
+                        "effective_rank": 1 + 10 * (1 - order),
+                        "stable_rank": 1 + 3 * (1 - order),
+                        "gamma": 0.1,
+                        "distance": None,
+                    }
+                )
+    return rows
 
 
 def _communities(rng, variant, layer, d, trained):

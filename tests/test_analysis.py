@@ -17,7 +17,8 @@ import torch
 from zoo import LAYERS, WIDTH, tiny
 
 import tl_spectral as tls
-from tl_spectral.analysis.findings import _early_minus_late, _mean
+from tl_spectral.analysis.findings import _early_minus_late
+from tl_spectral.analysis.verdicts import mean_interval
 
 TEXTS = torch.randint(3, 60, (40, 9), generator=torch.Generator().manual_seed(0))
 SETTINGS = {
@@ -353,5 +354,5 @@ def test_intervals_of_findings():
     assert effect.above
     assert effect.low < effect.value < effect.high
     assert not _early_minus_late(falling[::-1]).above
-    mean = _mean(np.array([1.0, 2.0, 3.0]))
+    mean = mean_interval(np.array([1.0, 2.0, 3.0]))
     assert (mean.low, mean.high) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-3)

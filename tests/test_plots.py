@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
 import torch
+from oracles import prompts
 from synthetic_run import synthetic_run
 
+import tl_spectral as tls
 from tl_spectral import plots
 from tl_spectral.bridges import bridge_units
 from tl_spectral.chain import chain
 from tl_spectral.communities import communities
+from tl_spectral.consensus import simulate_power
 from tl_spectral.coupling import coupling
 from tl_spectral.graph import unit_graph
 from tl_spectral.plots import theme
@@ -30,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> SimpleNamespace:
+def pipeline(gpt2: Any) -> SimpleNamespace:
     """Real results of a small planted graph: three signals, 36 units, some of them mixed."""
     rng = np.random.default_rng(0)
     loading = np.repeat(np.eye(3), 12, axis=0) + rng.uniform(0, 0.8, (36, 3)) * rng.random((36, 1))
@@ -40,7 +44,15 @@ def pipeline() -> SimpleNamespace:
     jacobian = torch.eye(36, dtype=torch.float64) + 0.1 * torch.from_numpy(
         rng.normal(size=(36, 36))
     )
+    direction = torch.linspace(-1, 1, 24)
+    with tls.steer(gpt2, direction, texts=prompts(2, 6), controls=1) as steered:
+        pass
+    swept = tls.steering_sweep(
+        gpt2, direction, gaps=(2.0, 5.0), texts=prompts(2, 6), random_directions=1
+    )
     return SimpleNamespace(
+        steered=steered,
+        swept=swept,
         graph=graph,
         communities=found,
         bridges=bridge_units(graph, found),
@@ -54,6 +66,8 @@ def all_figures(run: SimpleNamespace, pipeline: SimpleNamespace) -> dict[str, go
     layer = tables["units"][tables["units"]["layer"] == 0]
     clouds = {v: arrays[f"eigenvalues/{v}/0"] for v in ("trained", "control")}
     labels = layer[layer["variant"] == "trained"]["community"].to_numpy()
+    power, dynamics = tables["power"], tables["consensus"]
+    planted = torch.diag(torch.tensor([2.0, 1.0, 0.5, 0.1], dtype=torch.float64))
     rng = np.random.default_rng(1)
     couplings = [
         dataclasses.replace(pipeline.coupling, layer=i, unit_rho=float(rng.normal()))
@@ -67,7 +81,16 @@ def all_figures(run: SimpleNamespace, pipeline: SimpleNamespace) -> dict[str, go
         "funnel": plots.funnel_figure(tables["chain"]),
         "ov": plots.ov_figure(torch.linspace(-1, 1, 12).reshape(3, 4)),
         "ov_table": plots.ov_table_figure(tables["ov"]),
-        "principal": plots.principal_figure(tables["ov_layers"]),
+        "layer_modes": plots.layer_modes_figure(tables["ov_layers"]),
+        "layer_spectrum": plots.layer_spectrum_figure(
+            {"trained": arrays["layer_matrix/trained/0"]}, {"trained": 4.0}
+        ),
+        "power": plots.power_figure(power[power["variant"] == "trained"]),
+        "consensus": plots.consensus_figure(simulate_power(matrices=planted, steps=20)),
+        "dynamics": plots.dynamics_figure(dynamics[dynamics["start"] == "text"]),
+        "oversmoothing": plots.oversmoothing_figure(tables["oversmoothing"]),
+        "steering": plots.steering_figure(pipeline.steered.to_dataframe()),
+        "sweep": plots.sweep_figure(pipeline.swept.to_dataframe()),
         "graph": plots.graph_figure(pipeline.graph, pipeline.communities.labels),
         "adjacency": plots.adjacency_figure({"trained": (arrays["adjacency/trained/0"], labels)}),
         "communities": plots.communities_figure(tables["communities"]),

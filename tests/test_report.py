@@ -22,7 +22,7 @@ from tl_spectral.report import write_report
 from tl_spectral.report.page import Section, embed, numbers, show
 from tl_spectral.report.sections import all_sections
 
-SECTIONS = ["gradient", "eigenvalues", "funnel", "ov", "communities", "coupling"]
+SECTIONS = ["gradient", "eigenvalues", "funnel", "ov", "power", "communities", "coupling"]
 
 
 class Page(HTMLParser):
@@ -103,7 +103,7 @@ def test_every_link_leads_to_a_section_and_ids_are_unique(page):
 
 def test_every_figure_has_words_and_data_for_each_choice(sections, page):
     panels = [panel for section in sections for panel in section.panels]
-    assert len(page.alts) == len(panels) == len(page.figures) == 11
+    assert len(page.alts) == len(panels) == len(page.figures) == 15
     for panel in panels:
         assert len(panel.caption) > 60
         choices = itertools.product(*(switch.options for switch in panel.switches))
@@ -195,7 +195,7 @@ def test_an_empty_run_still_makes_a_page(run, tmp_path):
     page = Page(write_report(bare, tmp_path / "bare.html"))
     assert page.figures == {}
     assert "This run drew no findings." in page.text
-    assert page.text.count("This run has no") == 5
+    assert page.text.count("This run has no") == 6
     assert "This run kept no eigenvalues." in page.text
 
 
@@ -251,7 +251,7 @@ def test_hostile_names_stay_text(run, tmp_path):
     page = Page(write_report(hostile, tmp_path / "report.html"))
     assert page.loads == []
     assert evil in page.text
-    assert len(page.figures) == 11
+    assert len(page.figures) == 15
 
 
 def test_cells_are_short_and_typographic():
@@ -266,7 +266,7 @@ def test_cells_are_short_and_typographic():
 
 def test_page_of_a_real_size_stays_light(tmp_path):
     run = synthetic_run(tmp_path, layers=tuple(range(30)), d=576, samples=8)
-    assert write_report(run, tmp_path / "report.html").stat().st_size < 8e6
+    assert write_report(run, tmp_path / "report.html").stat().st_size < 9e6
 
 
 def test_layers_of_a_wide_model_are_thinned_and_it_says_so(run):
@@ -329,8 +329,8 @@ def test_browser_draws_every_figure_without_sideways_scrolling(run, page, tmp_pa
     found = re.search(r'<pre id="out">(.*?)</pre>', finished.stdout, re.S)
     assert found is not None
     assert json.loads(found[1]) == {
-        "panels": 11,
-        "drawn": 11,
+        "panels": 15,
+        "drawn": 15,
         "overflow": 0,
         "wide": 0,
         "switched": True,

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from tl_spectral.analysis import AnalysisResult, analyze, load
 from tl_spectral.bridges import BridgeUnits, bridge_units
 from tl_spectral.capture import ResidualStates, capture
-from tl_spectral.chain import ChainResult, chain
+from tl_spectral.chain import ChainResult, OperatorChain, chain
 from tl_spectral.communities import Communities, communities
 from tl_spectral.coupling import (
     CouplingResult,
@@ -32,20 +32,23 @@ from tl_spectral.errors import (
 from tl_spectral.graph import UnitGraph, unit_graph
 from tl_spectral.jacobian import (
     BlockJacobian,
+    ChainOperator,
     JacobianOperator,
     block_jacobian,
     block_jacobians,
+    chain_operator,
     jacobian_operator,
     sample_jacobians,
     span_jacobian,
 )
 from tl_spectral.model import available_models, boot_albert, load_model, reinitialised
 from tl_spectral.ov import OVCircuits, PrincipalMode, ov_circuits
+from tl_spectral.oversmoothing import Oversmoothing, oversmoothing
 from tl_spectral.power import ConsensusResult, PowerAlignment, power_alignment, simulate_power
 from tl_spectral.profile import Profile, profile
 from tl_spectral.results import Provenance
-from tl_spectral.spectrum import Spectrum, block_spectra, spectrum
-from tl_spectral.steering import SteeringReport, steer
+from tl_spectral.spectrum import OperatorSpectrum, Spectrum, block_spectra, spectrum
+from tl_spectral.steering import SteeringReport, SteeringSweep, steer, steering_sweep
 from tl_spectral.surgery import schur_surgery
 from tl_spectral.texts import load_texts
 from tl_spectral.trend import CouplingTrend, coupling_trend
@@ -56,6 +59,7 @@ __all__ = [
     "AnalysisResult",
     "BlockJacobian",
     "BridgeUnits",
+    "ChainOperator",
     "ChainResult",
     "Communities",
     "ConsensusResult",
@@ -66,6 +70,9 @@ __all__ = [
     "JacobianOperator",
     "ModelStateError",
     "OVCircuits",
+    "OperatorChain",
+    "OperatorSpectrum",
+    "Oversmoothing",
     "PowerAlignment",
     "PrincipalMode",
     "Profile",
@@ -74,6 +81,7 @@ __all__ = [
     "ResidualStates",
     "Spectrum",
     "SteeringReport",
+    "SteeringSweep",
     "TLSpectralError",
     "TLSpectralWarning",
     "UnitGraph",
@@ -88,6 +96,7 @@ __all__ = [
     "bridge_units",
     "capture",
     "chain",
+    "chain_operator",
     "communities",
     "coupling",
     "coupling_trend",
@@ -96,6 +105,7 @@ __all__ = [
     "load_model",
     "load_texts",
     "ov_circuits",
+    "oversmoothing",
     "power_alignment",
     "profile",
     "reinitialised",
@@ -105,5 +115,6 @@ __all__ = [
     "span_jacobian",
     "spectrum",
     "steer",
+    "steering_sweep",
     "unit_graph",
 ]

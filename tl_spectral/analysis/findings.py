@@ -8,33 +8,34 @@ from its baseline), ``cannot tell`` (too few layers or samples, or no standard a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from tl_spectral.analysis.options import RunOptions
+from tl_spectral.analysis.power_findings import growing_alike, tilting
+from tl_spectral.analysis.verdicts import (
+    CANNOT_TELL,
+    HOLDS,
+    NO_EFFECT,
+    NOT_LEARNED,
+    Finding,
+    Interval,
+    Tables,
+    controlled,
+    geometric_interval,
+    has_control,
+    mean_interval,
+    signed,
+    unjudged,
+)
 
-Tables = dict[str, pd.DataFrame]
 MIN_LAYERS = 6  # fewer make no early and late third
 MIN_DEPTH = 3
 MIN_PROMPTS = 4  # the interval of two or three is as wide as the world
 _FEW_PROMPTS = f"the spread over prompts needs {MIN_PROMPTS} at least; raise spectrum_samples"
-HOLDS, NO_EFFECT, NOT_LEARNED, CANNOT_TELL = "holds", "no effect", "not learned", "cannot tell"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row of the findings table."""
-
-    claim: str
-    question: str
-    effect: str
-    baseline: str
-    uncertainty: str
-    verdict: str
-    sentence: str
 
 
 def findings(tables: Tables, options: RunOptions) -> pd.DataFrame:
@@ -57,42 +58,10 @@ def findings(tables: Tables, options: RunOptions) -> pd.DataFrame:
         _averaging,
         _modules,
         _copying,
+        tilting,
+        growing_alike,
     )
     return pd.DataFrame([asdict(judge(tables, options)) for judge in judges])
-
-
-def _signed(value: float) -> str:
-    """Three decimals and a true minus sign; what rounds to zero has no sign."""
-    text = f"{value:+.3f}".replace("-", "−")
-    return "0.000" if text in ("+0.000", "−0.000") else text
-
-
-@dataclass(frozen=True)
-class _Interval:
-    """An effect with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{_signed(self.value)} {self.bounds}"
-
-    @property
-    def bounds(self) -> str:
-        return f"[{_signed(self.low)}, {_signed(self.high)}]"
-
-    @property
-    def above(self) -> bool:
-        return self.low > 0
-
-    @property
-    def differs(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-
-def _unjudged(claim: str, question: str, why: str) -> Finding:
-    return Finding(claim, question, "", "", "", CANNOT_TELL, f"Cannot be told here: {why}.")
 
 
 def _profile(
@@ -110,35 +79,12 @@ def _profile(
     return chosen.set_index("layer")[column].astype(float).sort_index()
 
 
-def _early_minus_late(profile: pd.Series[float]) -> _Interval:
+def _early_minus_late(profile: pd.Series[float]) -> Interval:
     """Difference of the means of the first and last third of the layers, Welch interval."""
     third = max(2, len(profile) // 3)
     early, late = profile.to_numpy()[:third], profile.to_numpy()[-third:]
     interval = stats.ttest_ind(early, late, equal_var=False).confidence_interval(0.95)
-    return _Interval(float(early.mean() - late.mean()), float(interval.low), float(interval.high))
-
-
-def _mean(values: np.ndarray) -> _Interval:
-    """Mean with its t interval."""
-    mean, sem = float(np.mean(values)), float(stats.sem(values)) if len(values) > 1 else np.nan
-    half = float(stats.t.ppf(0.975, max(len(values) - 1, 1))) * sem
-    return _Interval(mean, mean - half, mean + half)
-
-
-def _geometric_mean(values: np.ndarray) -> _Interval:
-    """Geometric mean of positive numbers, its t interval taken over their logarithms."""
-    logs = _mean(np.log(values))
-    return _Interval(float(np.exp(logs.value)), float(np.exp(logs.low)), float(np.exp(logs.high)))
-
-
-def _controlled(holds: bool, control_holds: bool | None) -> str:
-    if not holds:
-        return NO_EFFECT
-    return NOT_LEARNED if control_holds else HOLDS
-
-
-def _has_control(options: RunOptions) -> bool:
-    return "control" in options.variants
+    return Interval(float(early.mean() - late.mean()), float(interval.low), float(interval.high))
 
 
 def _headline(tables: Tables, options: RunOptions) -> Finding:
@@ -155,16 +101,16 @@ def _headline(tables: Tables, options: RunOptions) -> Finding:
     by_variant = {str(row["variant"]): row for row in primary.to_dict(orient="records")}
     row = by_variant["trained"]
     if row["verdict"] == CANNOT_TELL:
-        return _unjudged(claim, question, f"{row['n_layers']} layers with a coupling are too few")
-    interval = _Interval(row["rho"], row["low"], row["high"])
+        return unjudged(claim, question, f"{row['n_layers']} layers with a coupling are too few")
+    interval = Interval(row["rho"], row["low"], row["high"])
     # The claim has a direction: the more rotational, the lower the coupling.
     holds = row["verdict"] == HOLDS and row["rho"] < 0
     baseline, control_holds = "0 (no trend)", None
-    if _has_control(options):
+    if has_control(options):
         control = by_variant["control"]
-        baseline += f"; control {_Interval(control['rho'], control['low'], control['high'])}"
+        baseline += f"; control {Interval(control['rho'], control['low'], control['high'])}"
         control_holds = control["verdict"] == HOLDS and control["rho"] < 0
-    verdict = _controlled(holds, control_holds)
+    verdict = controlled(holds, control_holds)
     if row["verdict"] == HOLDS and row["rho"] > 0:
         sentence = (
             f"The coupling of participation and gain rises with the antisymmetric energy of R "
@@ -183,12 +129,12 @@ def _headline(tables: Tables, options: RunOptions) -> Finding:
         )
         if verdict == NOT_LEARNED:
             sentence += " The re-initialised control shows it too."
-    raw = _Interval(row["raw_rho"], row["raw_low"], row["raw_high"])
+    raw = Interval(row["raw_rho"], row["raw_low"], row["raw_high"])
     sentence += f" With no confound regressed out the trend is {raw}."
     return Finding(
         claim,
         question,
-        f"Spearman ρ = {_signed(row['rho'])} over layers",
+        f"Spearman ρ = {signed(row['rho'])} over layers",
         baseline,
         f"95 % {interval.bounds}, p = {row['p_shift']:.3f} (circular "
         f"shifts; least possible {row['smallest_p_shift']:.3f})",
@@ -203,16 +149,16 @@ def _unit_coupling(tables: Tables, options: RunOptions) -> Finding:
     by_variant = dict(iter(tables["coupling"].groupby("variant")))
     table = by_variant["trained"].dropna(subset=["unit_rho"])
     if table.empty:
-        return _unjudged(claim, question, "no layer has a coupling (see the notes of the table)")
+        return unjudged(claim, question, "no layer has a coupling (see the notes of the table)")
     significant = table[table["unit_q"] < 0.05]
-    mean = _mean(table["unit_rho"].to_numpy())
+    mean = mean_interval(table["unit_rho"].to_numpy())
     baseline, control_holds = "0 of layers at q < 0.05 if there is no coupling", None
-    if _has_control(options):
+    if has_control(options):
         control = by_variant["control"]
         count = int((control["unit_q"] < 0.05).sum())
         baseline += f"; control {count} of {len(control)}"
         control_holds = count >= max(1, len(significant))
-    verdict = _controlled(len(significant) > 0, control_holds)
+    verdict = controlled(len(significant) > 0, control_holds)
     up = int((significant["unit_rho"] > 0).sum())
     sentence = (
         f"After norm gain, variance, strength and massive activations are regressed out, "
@@ -224,7 +170,7 @@ def _unit_coupling(tables: Tables, options: RunOptions) -> Finding:
     return Finding(
         claim,
         question,
-        f"{len(significant)} of {len(table)} layers; mean partial ρ = {_signed(mean.value)}",
+        f"{len(significant)} of {len(table)} layers; mean partial ρ = {signed(mean.value)}",
         baseline,
         f"95 % of the mean {mean.bounds}",
         verdict,
@@ -237,18 +183,18 @@ def _gradient(tables: Tables, options: RunOptions) -> Finding:
     question = "Does the antisymmetric energy of the update R fall with depth?"
     profile = _profile(tables, "trained", "antisymmetric_energy", "R", "natural")
     if len(profile) < MIN_LAYERS:
-        return _unjudged(claim, question, f"{len(profile)} layers make no early and late third")
+        return unjudged(claim, question, f"{len(profile)} layers make no early and late third")
     random = _profile(tables, "trained", "antisymmetric_energy", "R", "natural", "baseline").mean()
     effect = _early_minus_late(profile)
     raw = _early_minus_late(_profile(tables, "trained", "antisymmetric_energy", "R", "raw"))
     baseline, control_holds = f"0; a random update has {random:.3f} at every layer", None
-    if _has_control(options):
+    if has_control(options):
         control = _early_minus_late(
             _profile(tables, "control", "antisymmetric_energy", "R", "natural")
         )
         baseline += f"; control {control}"
         control_holds = control.above and control.value >= effect.value / 2
-    verdict = _controlled(effect.above, control_holds)
+    verdict = controlled(effect.above, control_holds)
     third = max(2, len(profile) // 3)
     sentence = (
         f"The antisymmetric energy of R (natural units) is {profile.to_numpy()[:third].mean():.3f} "
@@ -260,7 +206,7 @@ def _gradient(tables: Tables, options: RunOptions) -> Finding:
     return Finding(
         claim,
         question,
-        f"early − late = {_signed(effect.value)}",
+        f"early − late = {signed(effect.value)}",
         baseline,
         f"95 % {effect.bounds} (Welch, over layers)",
         verdict,
@@ -273,9 +219,9 @@ def _complex(tables: Tables, options: RunOptions) -> Finding:
     question = "Does J have more complex eigenvalues than a random matrix?"
     profile = _profile(tables, "trained", "complex_fraction", "J", "raw")
     random = _profile(tables, "trained", "complex_fraction", "J", "raw", "baseline").mean()
-    difference = _mean(profile.to_numpy() - random)
+    difference = mean_interval(profile.to_numpy() - random)
     control = ""
-    if _has_control(options):
+    if has_control(options):
         value = _profile(tables, "control", "complex_fraction", "J", "raw").mean()
         control = f"; control {value:.4f}"
     verdict = HOLDS if difference.above else NO_EFFECT
@@ -304,21 +250,21 @@ def _near_symmetric(tables: Tables, options: RunOptions) -> Finding:
     question = "Is J more symmetric in late layers than identity plus a random update of that size?"
     profile = _profile(tables, "trained", "antisymmetric_energy", "J", "natural")
     if len(profile) < MIN_LAYERS:
-        return _unjudged(claim, question, f"{len(profile)} layers make no last third")
+        return unjudged(claim, question, f"{len(profile)} layers make no last third")
     skip = _profile(tables, "trained", "antisymmetric_energy", "J", "natural", "skip_baseline")
     third = max(2, len(profile) // 3)
     late = skip.to_numpy()[-third:] - profile.to_numpy()[-third:]
-    effect = _mean(late)
+    effect = mean_interval(late)
     baseline, control_holds = f"I + random update {skip.to_numpy()[-third:].mean():.3f}", None
-    if _has_control(options):
+    if has_control(options):
         ours = _profile(tables, "control", "antisymmetric_energy", "J", "natural").to_numpy()
         theirs = _profile(
             tables, "control", "antisymmetric_energy", "J", "natural", "skip_baseline"
         ).to_numpy()
-        control = _mean(theirs[-third:] - ours[-third:])
+        control = mean_interval(theirs[-third:] - ours[-third:])
         baseline += f"; control's excess {control}"
         control_holds = control.above and control.value >= effect.value / 2
-    verdict = _controlled(effect.above, control_holds)
+    verdict = controlled(effect.above, control_holds)
     sentence = (
         f"In the last third the antisymmetric energy of J is "
         f"{profile.to_numpy()[-third:].mean():.3f}; identity plus a random update of the same norm "
@@ -332,7 +278,7 @@ def _near_symmetric(tables: Tables, options: RunOptions) -> Finding:
     return Finding(
         claim,
         question,
-        f"excess symmetry {_signed(effect.value)}",
+        f"excess symmetry {signed(effect.value)}",
         baseline,
         f"95 % {effect.bounds} (over layers)",
         verdict,
@@ -359,23 +305,23 @@ def _funnel(tables: Tables, options: RunOptions) -> Finding:
     question = "Is the effective rank of the product of Jacobians over depth below chance?"
     ranks = _ranks(tables, "trained", "per_sample") if len(tables["chain"]) else np.array([])
     if not len(ranks):
-        return _unjudged(claim, question, "the layers analysed are not consecutive")
+        return unjudged(claim, question, "the layers analysed are not consecutive")
     if len(ranks) < MIN_PROMPTS:
-        return _unjudged(claim, question, _FEW_PROMPTS)
+        return unjudged(claim, question, _FEW_PROMPTS)
     if len(options.layers) < MIN_DEPTH:
-        return _unjudged(claim, question, f"{len(options.layers)} layers are no stack")
+        return unjudged(claim, question, f"{len(options.layers)} layers are no stack")
     chain = tables["chain"]
     last = chain[(chain["variant"] == "trained") & (chain["layer"] == chain["layer"].max())]
     random = float(last["baseline_effective_rank"].dropna().iloc[0])
-    first = _geometric_mean(_ranks(tables, "trained", "per_sample", first=True))
-    mean = _geometric_mean(ranks)
+    first = geometric_interval(_ranks(tables, "trained", "per_sample", first=True))
+    mean = geometric_interval(ranks)
     baseline = f"I + random updates of the same norms {random:.1f}"
     control_holds = None
-    if _has_control(options):
-        control = _geometric_mean(_ranks(tables, "control", "per_sample")).value
+    if has_control(options):
+        control = geometric_interval(_ranks(tables, "control", "per_sample")).value
         baseline += f"; control {control:.1f}"
         control_holds = control <= mean.value * 1.25
-    verdict = _controlled(mean.high < random, control_holds)
+    verdict = controlled(mean.high < random, control_holds)
     sentence = (
         f"The effective rank of the chain goes from {first.value:.1f} after the first block to "
         f"{mean.value:.1f} after the last (geometric mean of {len(ranks)} prompts); the skip "
@@ -400,16 +346,16 @@ def _averaging(tables: Tables, options: RunOptions) -> Finding:
     claim = "averaging over prompts raises the rank"
     question = "Does the chain of mean Jacobians have more dimensions than a prompt's own chain?"
     if not len(tables["chain"]):
-        return _unjudged(claim, question, "the layers analysed are not consecutive")
+        return unjudged(claim, question, "the layers analysed are not consecutive")
     ranks = _ranks(tables, "trained", "per_sample")
     mean = float(_ranks(tables, "trained", "mean_jacobian")[0])
     if len(ranks) < MIN_PROMPTS:
-        return _unjudged(claim, question, _FEW_PROMPTS)
-    own = _geometric_mean(ranks)
+        return unjudged(claim, question, _FEW_PROMPTS)
+    own = geometric_interval(ranks)
     baseline = f"1 (own chains {own.value:.1f})"
-    if _has_control(options):
+    if has_control(options):
         ratio = float(_ranks(tables, "control", "mean_jacobian")[0])
-        ratio /= _geometric_mean(_ranks(tables, "control", "per_sample")).value
+        ratio /= geometric_interval(_ranks(tables, "control", "per_sample")).value
         baseline += f"; control ratio {ratio:.2f}"
     holds = mean > own.high
     sentence = (
@@ -440,13 +386,13 @@ def _modules(tables: Tables, options: RunOptions) -> Finding:
     n_units = int((tables["units"]["layer"] == options.layers[0]).sum()) // len(options.variants)
     if options.samples <= n_units:
         why = f"{options.samples} texts correlate {n_units} units by their number alone"
-        return _unjudged(claim, question, f"{why}; use more texts than units")
+        return unjudged(claim, question, f"{why}; use more texts than units")
     z = table["z_score"].dropna().to_numpy()
     if not len(z):
-        return _unjudged(claim, question, "no layer has a null distribution")
+        return unjudged(claim, question, "no layer has a null distribution")
     share = float((z > 2).mean())
     baseline, control_note = f"rewired graphs Q = {table['null_mean'].mean():.3f}, z = 0", ""
-    if _has_control(options):
+    if has_control(options):
         control = by_variant["control"]
         baseline += f"; control Q = {control['modularity'].mean():.3f}"
         control_note = (
@@ -455,7 +401,7 @@ def _modules(tables: Tables, options: RunOptions) -> Finding:
             if (control["z_score"] > 2).mean() >= share / 2
             else ""
         )
-    verdict = _controlled(share > 0.5, bool(control_note) if _has_control(options) else None)
+    verdict = controlled(share > 0.5, bool(control_note) if has_control(options) else None)
     sentence = (
         f"Modularity is {table['modularity'].mean():.3f} on average, {np.median(z):.0f} standard "
         f"deviations above rewired graphs in the median layer; {share:.0%} of the layers exceed 2. "
@@ -478,7 +424,7 @@ def _copying(tables: Tables, options: RunOptions) -> Finding:
     question = "Do more heads than chance have an OV circuit of one sign?"
     table = tables["ov"]
     if "copying_score" not in table.columns:
-        return _unjudged(claim, question, "the model has no value and output weights per head")
+        return unjudged(claim, question, "the model has no value and output weights per head")
     shares = {}
     for variant, part in table.groupby("variant"):
         shares[variant] = float((part["copying_score"].abs() > 2 * part["baseline_sd"]).mean())
@@ -488,10 +434,10 @@ def _copying(tables: Tables, options: RunOptions) -> Finding:
     interval = stats.binomtest(round(shares["trained"] * n), n).proportion_ci(0.95)
     control_holds = None
     baseline = "0.05 of random heads"
-    if _has_control(options):
+    if has_control(options):
         baseline += f"; control {shares['control']:.2f}"
         control_holds = shares["control"] >= shares["trained"] / 2
-    verdict = _controlled(bool(test.pvalue < 0.05), control_holds)
+    verdict = controlled(bool(test.pvalue < 0.05), control_holds)
     copiers = int((part["copying_score"] > 2 * part["baseline_sd"]).sum())
     sentence = (
         f"{shares['trained']:.0%} of {n} heads have a copying score beyond 2 standard deviations "

@@ -30,6 +30,7 @@ class RunOptions:
         louvain_runs: Louvain runs per graph, over which participation and coupling are averaged.
         permutations: Permutations behind each p.
         chunk: Prompts per Jacobian task.
+        power_texts: Texts (the first of them) whose tokens are followed towards the dominant modes.
     """
 
     layers: tuple[int, ...]
@@ -46,6 +47,7 @@ class RunOptions:
     louvain_runs: int = 20
     permutations: int = 2000
     chunk: int = 8
+    power_texts: int = 32
 
     def __post_init__(self) -> None:
         """Refuse what cannot be analysed, before any work."""
@@ -60,7 +62,8 @@ class RunOptions:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InputError(f"seed must be an integer, got {self.seed!r}.")
-        for name in ("jacobian_samples", "spectrum_samples", "top_k", "louvain_runs", "chunk"):
+        counts = ("jacobian_samples", "spectrum_samples", "top_k", "louvain_runs", "chunk")
+        for name in (*counts, "power_texts"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.permutations < 100:

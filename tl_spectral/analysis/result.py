@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from torch import Tensor
 
+from tl_spectral.analysis.dynamics import LayerMatrices
 from tl_spectral.analysis.options import RunOptions
 from tl_spectral.analysis.store import RunDirectory
 from tl_spectral.analysis.tasks import LayerChunk, LayerGraph
@@ -29,8 +30,10 @@ class AnalysisResult:
         provenance: Model, texts, options, versions.
         run_options: The options, typed.
         tables: Tidy tables by name: ``spectra``, ``chain``, ``ov``, ``ov_layers``,
-            ``communities``, ``units``, ``coupling``, ``trend``, ``findings``.
-        arrays: Pictures' raw material: ``eigenvalues/VARIANT/LAYER`` (complex) and
+            ``power``, ``oversmoothing``, ``consensus``, ``communities``, ``units``, ``coupling``,
+            ``trend``, ``findings``.
+        arrays: Pictures' raw material: ``eigenvalues/VARIANT/LAYER`` (of J) and
+            ``layer_matrix/VARIANT/LAYER`` (eigenvalues of F), complex; and
             ``adjacency/VARIANT/LAYER`` (``row``, ``col``, ``weight``).
     """
 
@@ -117,6 +120,10 @@ def _arrays(directory: RunDirectory, options: RunOptions) -> dict[str, Any]:
             eigenvalues: Tensor | None = chunk.eigenvalues
             if eigenvalues is not None:
                 arrays[f"eigenvalues/{variant}/{layer}"] = eigenvalues
+        if directory.has(variant, "layer_matrices"):
+            found = directory.load(LayerMatrices, variant, "layer_matrices")
+            for layer, values in zip(found.layers, found.eigenvalues, strict=True):
+                arrays[f"layer_matrix/{variant}/{layer}"] = values
         for layer in drawn:
             graph = directory.load(LayerGraph, variant, f"graph_{layer:03d}")
             arrays[f"adjacency/{variant}/{layer}"] = {

@@ -64,8 +64,8 @@ def analyze(
         seed: Seed of everything random.
         jobs: Parallel workers; by default one per core.
         progress: Called as ``progress(done, total, what)``.
-        **settings: ``top_k``, ``resolution``, ``louvain_runs``, ``permutations``, ``chunk``
-            (see :class:`RunOptions`).
+        **settings: ``top_k``, ``resolution``, ``louvain_runs``, ``permutations``, ``chunk``,
+            ``power_texts`` (see :class:`RunOptions`).
 
     Returns:
         The finished run.

@@ -36,6 +36,7 @@ def assemble(directory: RunDirectory, options: RunOptions) -> dict[str, pd.DataF
             "spectra": spectra,
             "chain": _chain(directory, options, variant),
             **_ov(directory, variant),
+            **_dynamics(directory, variant),
             **_graphs(directory, options, variant),
         }
         couplings = [
@@ -122,6 +123,18 @@ def _ov(directory: RunDirectory, variant: str) -> dict[str, pd.DataFrame]:
     return {
         "ov": _first(pd.DataFrame(heads or refused), "layer", "head", "copying_score"),
         "ov_layers": _first(pd.DataFrame(modes or refused), "layer", "rule"),
+    }
+
+
+def _dynamics(directory: RunDirectory, variant: str) -> dict[str, pd.DataFrame]:
+    keys = {
+        "power": ("layer", "target", "tokens"),
+        "oversmoothing": ("boundary", "tokens", "measure"),
+        "consensus": ("start", "attention", "step", "layer"),
+    }
+    return {
+        name: _first(pd.DataFrame(directory.load(Rows, variant, name).rows), *columns)
+        for name, columns in keys.items()
     }
 
 

@@ -10,6 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_spectral.analysis.dynamics import (
+    alignment_rows,
+    consensus_rows,
+    layer_matrices,
+    oversmoothing_rows,
+)
 from tl_spectral.analysis.options import RunOptions
 from tl_spectral.analysis.store import RunDirectory
 from tl_spectral.analysis.tasks import (
@@ -30,6 +36,8 @@ from tl_spectral.model import ModelView
 from tl_spectral.ov import ov_circuits
 from tl_spectral.results import Provenance
 from tl_spectral.threads import in_threads, one_blas_thread, torch_threads_for
+
+MODES = 3  # of each layer matrix, under either rule
 
 Progress = Callable[[int, int, str], None]
 """Called with the tasks done, the tasks in all, and what is being done."""
@@ -58,8 +66,9 @@ class Work:
         layers = options.layers
         self.consecutive = list(layers) == list(range(layers[0], layers[-1] + 1))
         self.done = 0
-        # states, ov, chain of means; per layer a task per chunk, the mean's spectrum and the graph
-        self.total = len(options.variants) * (3 + len(layers) * (len(self.chunks) + 2))
+        # states, OV, chain of means, three of dynamics; per layer a task per chunk, the mean's
+        # spectrum and the graph
+        self.total = len(options.variants) * (6 + len(layers) * (len(self.chunks) + 2))
 
     def step(self, what: str, tasks: int = 1) -> None:
         """Count tasks as done and say what is going on."""
@@ -81,6 +90,7 @@ class Work:
         means = {layer: self._mean(variant, layer) for layer in self.options.layers}
         self._means(variant, states, means, provenance)
         self._ov(variant, view, provenance)
+        self._dynamics(variant, view, provenance)
         self._graphs(variant, states, provenance)
 
     def _states(self, variant: str, view: ModelView) -> ResidualStates:
@@ -246,9 +256,32 @@ class Work:
             except UnsupportedModelError as error:
                 rows.append({"reason": str(error)})
             else:
-                rows += records(circuits.to_dataframe()) + records(circuits.modes_dataframe())
+                self.directory.save(layer_matrices(circuits), variant, "layer_matrices")
+                rows += records(circuits.to_dataframe()) + records(circuits.modes_dataframe(MODES))
             self.directory.save(Rows(rows=tuple(rows), provenance=provenance), variant, "ov")
         self.step(f"{variant}: OV circuits")
+
+    def _dynamics(self, variant: str, view: ModelView, provenance: Provenance) -> None:
+        """Alignment with the dominant modes, likeness of tokens, and the paper's own dynamics."""
+        texts = self.rows[: self.options.power_texts]
+        tasks: tuple[tuple[str, str, Callable[[], list[dict[str, Any]]]], ...] = (
+            ("power", "alignment", lambda: alignment_rows(view, texts, self.options)),
+            (
+                "oversmoothing",
+                "likeness of tokens",
+                lambda: oversmoothing_rows(view, texts, self.options),
+            ),
+            ("consensus", "dynamics", lambda: consensus_rows(view, texts, self.options)),
+        )
+        for name, what, rows_of in tasks:
+            if not self.directory.has(variant, name):
+                self.step(f"{variant}: power method, {what}", 0)
+                try:
+                    rows = rows_of()
+                except UnsupportedModelError as error:
+                    rows = [{"reason": str(error)}]
+                self.directory.save(Rows(rows=tuple(rows), provenance=provenance), variant, name)
+            self.step(f"{variant}: power method, {what}")
 
     def _graphs(
         self,

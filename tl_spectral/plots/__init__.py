@@ -4,7 +4,12 @@ Functions named after a result (:func:`spectrum_figure`, :func:`chain_figure`, â
 ``plot()`` calls; those that take a table of a run make the report. All take ``template=``.
 """
 
-from tl_spectral.plots.circuits import ov_figure, ov_table_figure, principal_figure
+from tl_spectral.plots.circuits import (
+    layer_modes_figure,
+    layer_spectrum_figure,
+    ov_figure,
+    ov_table_figure,
+)
 from tl_spectral.plots.couplings import (
     character_figure,
     coupling_figure,
@@ -13,15 +18,15 @@ from tl_spectral.plots.couplings import (
     trend_table_figure,
 )
 from tl_spectral.plots.depth import chain_figure, funnel_figure
-from tl_spectral.plots.power import consensus_figure as consensus_figure
-from tl_spectral.plots.power import power_figure as power_figure
-from tl_spectral.plots.power import steering_figure as steering_figure
+from tl_spectral.plots.dynamics import dynamics_figure
+from tl_spectral.plots.power import consensus_figure, oversmoothing_figure, power_figure
 from tl_spectral.plots.spectra import (
     eigenvalue_figure,
     plane_reach,
     profile_figure,
     spectrum_figure,
 )
+from tl_spectral.plots.steering import steering_figure, sweep_figure
 from tl_spectral.plots.topology import (
     adjacency_figure,
     cartography_figure,
@@ -37,17 +42,24 @@ __all__ = [
     "chain_figure",
     "character_figure",
     "communities_figure",
+    "consensus_figure",
     "coupling_figure",
     "coupling_layers_figure",
+    "dynamics_figure",
     "eigenvalue_figure",
     "funnel_figure",
     "graph_figure",
+    "layer_modes_figure",
+    "layer_spectrum_figure",
     "ov_figure",
     "ov_table_figure",
+    "oversmoothing_figure",
     "plane_reach",
-    "principal_figure",
+    "power_figure",
     "profile_figure",
     "spectrum_figure",
+    "steering_figure",
+    "sweep_figure",
     "trend_figure",
     "trend_table_figure",
 ]

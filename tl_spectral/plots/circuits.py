@@ -133,66 +133,6 @@ def _like_random(fig: go.Figure, rows: pd.DataFrame, panel: int) -> None:
     )
 
 
-def _leading(rows: pd.DataFrame) -> Any:
-    """Which rows are principal modes: all, in a table that does not count modes."""
-    return rows["rank"] == 1 if "rank" in rows else np.ones(len(rows), dtype=bool)
-
-
-def principal_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
-    """The principal mode of each layer's OV matrix: its eigenvalue's size and its spectral gap.
-
-    Args:
-        table: The run's ``ov_layers`` table.
-        template: A plotly template or its name.
-
-    Returns:
-        The figure. A disc is a real eigenvalue (tokens are drawn to an axis), a diamond a complex
-        one (they turn in a plane).
-    """
-    fig = theme.new_figure(template)
-    for variant in variants(table):
-        for rule, dash in (("with_skip", "solid"), ("without_skip", "dot")):
-            rows = of_variant(table, variant)
-            rows = rows[(rows["rule"] == rule) & _leading(rows)].sort_values("layer")
-            if rows.empty:
-                continue
-            real, imaginary = column(rows, "eigenvalue_re"), column(rows, "eigenvalue_im")
-            kinds = rows["kind"].astype(str).tolist()
-            name = f"{variant} · {rule.replace('_', ' ')}"
-            size = np.hypot(real + (rule == "with_skip"), imaginary)
-            for panel, values in enumerate((size, column(rows, "gap"))):
-                fig.add_scatter(
-                    x=column(rows, "layer"),
-                    y=theme.small(values),
-                    customdata=[
-                        f"{k}, λ = {a:.3f} {'+' if b >= 0 else '−'} {abs(b):.3f} i"
-                        for k, a, b in zip(kinds, real, imaginary, strict=True)
-                    ],
-                    mode="lines+markers",
-                    line={"color": theme.variant_colour(variant), "width": 1.5, "dash": dash},
-                    marker={
-                        "size": 7,
-                        "symbol": ["circle" if k == "real" else "diamond-open" for k in kinds],
-                    },
-                    name=name,
-                    legendgroup=name,
-                    showlegend=panel == 0,
-                    hovertemplate=(
-                        f"<b>{name}</b> · layer %{{x}}<br>%{{customdata}}<br>%{{y:.3f}}"
-                        "<extra></extra>"
-                    ),
-                    xaxis=theme.axis("x", panel),
-                    yaxis=theme.axis("y", panel),
-                )
-    titles = [
-        theme.titled("Size of the principal mode", "|1 + λ| with skip, |λ| without"),
-        theme.titled("Spectral gap", "ratio to the next mode"),
-    ]
-    quiet = theme.layer_axis(column(table, "layer"))
-    fig.update_layout(xaxis=quiet, xaxis2=quiet, yaxis={"rangemode": "tozero"})
-    return theme.arrange(fig, titles, columns=2, row_height=240, narrow_row_height=200)
-
-
 _RULES = (("with_skip", "|1 + λ|, skip kept"), ("without_skip", "|λ|, skip left out"))
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
@@ -219,7 +159,7 @@ def layer_modes_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figur
                 name = f"{variant} · mode {rank}" if "variant" in table else f"mode {rank}"
                 dash = _DASHES[min(int(rank), len(_DASHES)) - 1]
                 _mode_line(fig, modes, "strength", name, variant, dash, panel, named=panel == 0)
-            leading = of_rule[_leading(of_rule)]
+            leading = of_rule[of_rule["rank"] == 1]
             fig.add_scatter(
                 x=column(leading, "layer"),
                 y=theme.small(column(leading, "baseline_strength")),
@@ -267,7 +207,7 @@ def _mode_line(
             column(rows, "eigenvalue_im"),
             column(rows, "gap"),
             column(rows, "condition"),
-            rows["note"].astype(str),
+            rows["note"].astype(object).fillna("").astype(str),
             strict=True,
         )
     ]
@@ -296,13 +236,14 @@ def _mode_line(
 
 
 def layer_spectrum_figure(
-    eigenvalues: Mapping[int, Any], norms: Mapping[int, float], *, template: Any = None
+    eigenvalues: Mapping[Any, Any], norms: Mapping[Any, float], *, template: Any = None
 ) -> go.Figure:
-    """All eigenvalues of ``F_l`` in the complex plane, one panel per layer, on one scale.
+    """All eigenvalues of ``F_l`` in the complex plane, one panel each, on one scale.
 
     Args:
-        eigenvalues: Layer → :meth:`tl_spectral.ov.OVCircuits.layer_eigenvalues`.
-        norms: Layer → ``‖F_l‖_F``.
+        eigenvalues: Layer, or variant of one layer → its
+            :meth:`tl_spectral.ov.OVCircuits.layer_eigenvalues`.
+        norms: The same → ``‖F_l‖_F``.
         template: A plotly template or its name.
 
     Returns:
@@ -311,11 +252,13 @@ def layer_spectrum_figure(
         farthest from the cross at −1, without it the one farthest from 0.
     """
     fig = theme.new_figure(template)
-    clouds = {layer: theme.as_array(values).ravel() for layer, values in eigenvalues.items()}
+    clouds = {_name(key): theme.as_array(values).ravel() for key, values in eigenvalues.items()}
+    sizes = {_name(key): float(norm) for key, norm in norms.items()}
     reach_x, reach_y = [-1.1, 0.1], [0.1]
-    for panel, (layer, values) in enumerate(clouds.items()):
+    for panel, (name, values) in enumerate(clouds.items()):
         x, y = theme.axis("x", panel), theme.axis("y", panel)
-        radius = float(norms[layer]) / np.sqrt(len(values))
+        colour = theme.VARIANT_COLOURS.get(name, theme.BLUE)
+        radius = sizes[name] / np.sqrt(len(values))
         reach_x += [-radius, radius, values.real.min(), values.real.max()]
         reach_y += [radius, np.abs(values.imag).max()]
         fig.add_shape(
@@ -328,13 +271,9 @@ def layer_spectrum_figure(
         fig.add_scatter(
             x=theme.small(values.real),
             y=theme.small(values.imag),
-            customdata=theme.small(np.stack([np.abs(values), np.abs(1 + values)], axis=1)),
             mode="markers",
-            marker={"color": theme.BLUE, "size": 5 if len(values) <= 1500 else 3, "opacity": 0.55},
-            hovertemplate=(
-                f"<b>layer {layer}</b><br>λ = %{{x:.3f}} + %{{y:.3f}} i<br>"
-                "|λ| = %{customdata[0]:.3f}, |1 + λ| = %{customdata[1]:.3f}<extra></extra>"
-            ),
+            marker={"color": colour, "size": 5 if len(values) <= 1500 else 3, "opacity": 0.55},
+            hovertemplate=(f"<b>{name}</b><br>λ = %{{x:.3f}} + %{{y:.3f}} i<extra></extra>"),
             showlegend=False,
             xaxis=x,
             yaxis=y,
@@ -350,7 +289,8 @@ def layer_spectrum_figure(
             yaxis=y,
         )
     titles = [
-        theme.titled(f"Layer {layer}", f"{len(v)} eigenvalues") for layer, v in clouds.items()
+        theme.titled(name.capitalize(), f"{len(values)} eigenvalues")
+        for name, values in clouds.items()
     ]
     theme.arrange(fig, titles, columns=3, row_height=300, narrow_row_height=280, x_title=None)
     left, right, top = 1.05 * min(reach_x), 1.05 * max(reach_x), 1.05 * max(reach_y)
@@ -367,3 +307,7 @@ def layer_spectrum_figure(
             }
         )
     return fig
+
+
+def _name(key: Any) -> str:
+    return key if isinstance(key, str) else f"layer {key}"

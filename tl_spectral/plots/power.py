@@ -40,7 +40,7 @@ def power_figure(table: pd.DataFrame, *, template: Any = None) -> go.Figure:
         lines += [(rows, f"{name}, text", "rho", theme.BASELINE, dash, 1)]
     lines += [(v1, "v1, text", "rho", theme.BLUE, "solid", 1)]
     drawn = table[(table["tokens"] == "random") & (table["target"].isin(["v1", "random F"]))]
-    for target, colour in (("v1", theme.ORANGE), ("random F", theme.VERMILLION)):
+    for target, colour in (("v1", theme.BLUE), ("random F", theme.BASELINE)):
         rows = drawn[drawn["target"] == target]
         lines += [(rows, f"{target}, random tokens", "rho", colour, "dash", 2)]
     foretold = drawn[drawn["target"] == "v1"]

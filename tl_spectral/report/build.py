@@ -17,7 +17,8 @@ from tl_spectral.metrics import METRICS
 from tl_spectral.plots.tables import variants
 from tl_spectral.plots.theme import DARK
 from tl_spectral.report.page import Numbers, show
-from tl_spectral.report.sections import all_sections, table_of, words_of_findings
+from tl_spectral.report.pieces import table_of
+from tl_spectral.report.sections import all_sections, words_of_findings
 from tl_spectral.results import write_atomically
 
 _VERDICTS = {"holds": "✓", "no effect": "○", "not learned": "≈", "cannot tell": "?"}

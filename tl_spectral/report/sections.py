@@ -5,37 +5,44 @@ A section never shows an empty figure: what a run lacks is said in a sentence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from tl_spectral import plots
 from tl_spectral.plots.spectra import CHARACTER, LABELS, SIZE
 from tl_spectral.plots.tables import column, of_variant, variants
 from tl_spectral.plots.theme import as_array
-from tl_spectral.report.page import Numbers, Panel, Section, Switch, numbers, show
+from tl_spectral.report.page import Numbers, Panel, Section, numbers, show
+from tl_spectral.report.pieces import (
+    Figures,
+    answered,
+    by_layer,
+    choices,
+    empty_section,
+    make_panel,
+    missing_control,
+    reasons_of,
+    single_layer,
+    spoken,
+    table_of,
+    thinned,
+    thinning_note,
+)
+from tl_spectral.report.power import power
 
-Figures = dict[tuple[str, ...], go.Figure]
-
-_MAX_POINTS = 60_000  # per slider: beyond this, layers are thinned to keep the page light
 _UNITS = {"natural": "natural", "raw": "raw"}
 _ESTIMATES = {"per_sample": "each sample, averaged", "mean_jacobian": "mean Jacobian"}
 _METRIC_SETS = {"character": CHARACTER, "size and rank": SIZE}
 
 
-def table_of(run: Any, name: str) -> pd.DataFrame:
-    """A table of the run; an empty one if the run has none."""
-    table = run.tables.get(name)
-    return pd.DataFrame() if table is None else table
-
-
 def all_sections(run: Any) -> list[Section]:
     """The figures of a run, in reading order."""
-    return [gradient(run), clouds(run), funnel(run), circuits(run), topology(run), coupling(run)]
+    chapters = (gradient, clouds, funnel, circuits, power, topology, coupling)
+    return [chapter(run) for chapter in chapters]
 
 
 def gradient(run: Any) -> Section:
@@ -47,10 +54,10 @@ def gradient(run: Any) -> Section:
         "block by block, each beside what a random matrix would give."
     )
     if table.empty:
-        return _empty("gradient", "Spectral gradient", lead, "This run has no spectra.")
+        return empty_section("gradient", "Spectral gradient", lead, "This run has no spectra.")
     figures: Figures = {}
     for units, estimate, chosen in product(
-        _options(table, "units", _UNITS), _options(table, "estimate", _ESTIMATES), _METRIC_SETS
+        choices(table, "units", _UNITS), choices(table, "estimate", _ESTIMATES), _METRIC_SETS
     ):
         rows = table
         for name, value in (("units", units), ("estimate", estimate)):
@@ -60,14 +67,14 @@ def gradient(run: Any) -> Section:
         )
         if figure.data:
             figures[chosen, _UNITS[units], _ESTIMATES[estimate]] = figure
-    panel = _panel(
+    panel = make_panel(
         "Character of each block",
         "Look for blue lines that leave both the dotted grey one (chance) and the control: only "
         "there has training made something. "
         "A change in J (solid) that R (dashed) does not show comes from the identity skip, not "
         "from what the block learned; dotted purple is what the skip and a random update of the "
         "same size would give. Bands are 95 % intervals over samples.",
-        f"Line charts of spectral metrics against depth for {_spoken(table)}, for J and R, with "
+        f"Line charts of spectral metrics against depth for {spoken(table)}, for J and R, with "
         "random baselines.",
         figures,
         ("Show", "Units", "Estimate"),
@@ -78,7 +85,7 @@ def gradient(run: Any) -> Section:
         lead,
         panels=panel,
         numbers=(_profile_numbers(table),),
-        notes=_missing_control(table) + _single_layer(table),
+        notes=missing_control(table) + single_layer(table),
     )
 
 
@@ -98,13 +105,13 @@ def clouds(run: Any) -> Section:
         "Each point is an eigenvalue of J for one sample. Outside the unit circle a direction "
         "grows through the block, inside it shrinks; off the real axis it turns."
     )
-    found = _by_layer(run.arrays, "eigenvalues")
+    found = by_layer(run.arrays, "eigenvalues")
     if not found:
-        return _empty("eigenvalues", "Eigenvalues", lead, "This run kept no eigenvalues.")
+        return empty_section("eigenvalues", "Eigenvalues", lead, "This run kept no eigenvalues.")
     arrays = {layer: {v: as_array(a).ravel() for v, a in f.items()} for layer, f in found.items()}
     size = max(len(a) for f in arrays.values() for a in f.values())
     per_layer = max(sum(len(a) for a in f.values()) for f in arrays.values())
-    layers = _thinned(sorted(arrays), per_layer)
+    layers = thinned(sorted(arrays), per_layer)
     spectra = table_of(run, "spectra")
     discs = {i: _discs(spectra, i, size) for i in layers}
     edges = [1 + r * np.array([1, -1, 1j]) for found in discs.values() for r in found.values()]
@@ -113,7 +120,7 @@ def clouds(run: Any) -> Section:
         (f"layer {i}",): plots.eigenvalue_figure(arrays[i], discs=discs[i], reach=reach)
         for i in layers
     }
-    panel = _panel(
+    panel = make_panel(
         "Eigenvalues of J",
         "The circle is |λ| = 1. Where the grey disc is drawn, the identity plus a random update of "
         "the same size would fill it evenly: points far outside it, or a gap within it, are "
@@ -123,7 +130,9 @@ def clouds(run: Any) -> Section:
         ("Layer",),
         slider="Layer",
     )
-    return Section("eigenvalues", "Eigenvalues", lead, panels=panel, notes=_shown(layers, arrays))
+    return Section(
+        "eigenvalues", "Eigenvalues", lead, panels=panel, notes=thinning_note(layers, arrays)
+    )
 
 
 def _discs(spectra: pd.DataFrame, layer: int, d: int) -> dict[str, float]:
@@ -145,20 +154,20 @@ def funnel(run: Any) -> Section:
         "the first block's input can still be told apart after each block?"
     )
     if table.empty:
-        return _empty("funnel", "Funnel", lead, "This run has no chain of Jacobians.")
+        return empty_section("funnel", "Funnel", lead, "This run has no chain of Jacobians.")
     figures: Figures = {
         (_UNITS[units],): plots.funnel_figure(
             table[table["units"] == units] if "units" in table else table, units=units
         )
         # Raw units first: the chains of random blocks are matched to those.
-        for units in reversed([*_options(table, "units", _UNITS)])
+        for units in reversed([*choices(table, "units", _UNITS)])
     }
-    panel = _panel(
+    panel = make_panel(
         "Directions that survive",
         "Thin lines are single samples, the thick line their median. The dashed line multiplies "
         "mean Jacobians: it is another number, often larger, since each prompt keeps directions "
         "of its own. Products of random blocks narrow too (dotted): compare the slope with them.",
-        f"Effective rank of the product of Jacobians by depth, log scale, for {_spoken(table)}; "
+        f"Effective rank of the product of Jacobians by depth, log scale, for {spoken(table)}; "
         "and the leading singular values.",
         figures,
         ("Units",),
@@ -179,7 +188,7 @@ def funnel(run: Any) -> Section:
         lead,
         panels=panel,
         numbers=(numbers("After the last block", last, heads),),
-        notes=_missing_control(table) + _single_layer(table),
+        notes=missing_control(table) + single_layer(table),
     )
 
 
@@ -190,12 +199,12 @@ def circuits(run: Any) -> Section:
         "What each attention head writes for what it reads, from the weights alone: a copying "
         "score near +1 repeats its input, near −1 it reverses it."
     )
-    refusals = _refusals(table) + _refusals(layers)  # rows that say why there is nothing
-    table, layers = _answered(table, "copying_score"), _answered(layers, "rule")
+    refusals = reasons_of(table) + reasons_of(layers)  # rows that say why there is nothing
+    table, layers = answered(table, "copying_score"), answered(layers, "rule")
     if table.empty and layers.empty:
         note = "This run has no OV circuits: the heads could not be read off the weights."
         note += "".join(f" {reason}" for reason in dict.fromkeys(refusals))
-        return _empty("ov", "OV circuits", lead, note)
+        return empty_section("ov", "OV circuits", lead, note)
     panels: tuple[Panel, ...] = ()
     if not table.empty:
         wanted = {"copying_score": "copying score", "rotation_index": "rotation index"}
@@ -204,37 +213,49 @@ def circuits(run: Any) -> Section:
             for metric, name in (wanted | {"spectral_radius": "spectral radius"}).items()
             if np.isfinite(column(table, metric)).any()
         }
-        panels += _panel(
+        panels += make_panel(
             "Heads",
             "A dot marks a head whose copying score a random head of the same shape would also "
             "reach (within two standard deviations). Look for rows or blocks of green (copying) "
             "or purple (reversing) without dots.",
-            f"Heat map of OV metrics, layer by head, for {_spoken(table)}.",
+            f"Heat map of OV metrics, layer by head, for {spoken(table)}.",
             figures,
             ("Metric",),
         )
     if not layers.empty:
-        panels += _panel(
-            "Principal mode of each layer",
+        panels += make_panel(
+            "Leading modes of each layer",
             "Summed over heads, a layer acts on the token mean like a step of the power method. A "
-            "disc is a real principal eigenvalue (tokens are drawn to an axis), a diamond a "
-            "complex one (they turn in a plane). Where the gap is near 1, the mode is hardly "
-            "distinguished and one step aligns tokens little.",
-            f"Size and spectral gap of the principal OV mode by layer for {_spoken(layers)}.",
-            {(): plots.principal_figure(layers)},
+            "disc is a real eigenvalue (tokens are drawn to an axis), a diamond a complex pair "
+            "(they turn in a plane); hollow ones cannot be named reliably. Where lines run close "
+            "no mode stands out, and one step aligns tokens little. Below the dotted grey, a "
+            "random matrix of the same norm does as much. A high condition means that the mode's "
+            "direction hangs on small changes of the weights.",
+            f"Strength and condition of the leading OV modes by layer for {spoken(layers)}.",
+            {(): plots.layer_modes_figure(layers)},
             (),
         )
     notes = ("This run has no table of single heads.",) if table.empty else ()
     shown = layers if table.empty else table
-    return Section("ov", "OV circuits", lead, panels, notes=notes + _missing_control(shown))
+    tables = () if layers.empty else (_mode_numbers(layers),)
+    return Section("ov", "OV circuits", lead, panels, tables, notes + missing_control(shown))
 
 
-def _refusals(table: pd.DataFrame) -> list[str]:
-    return [str(reason) for reason in table["reason"].dropna()] if "reason" in table else []
-
-
-def _answered(table: pd.DataFrame, name: str) -> pd.DataFrame:
-    return table[table[name].notna()] if name in table else table.iloc[:0]
+def _mode_numbers(layers: pd.DataFrame) -> Numbers:
+    leading = layers[layers["rank"] == 1]
+    heads = {
+        "variant": "variant",
+        "layer": "layer",
+        "rule": "rule",
+        "eigenvalue_re": "Re λ",
+        "eigenvalue_im": "Im λ",
+        "gap": "ratio to the next",
+        "strength": "strength",
+        "baseline_strength": "random matrix",
+        "condition": "condition",
+        "note": "note",
+    }
+    return numbers("Principal mode by layer", leading, heads)
 
 
 def topology(run: Any) -> Section:
@@ -245,19 +266,21 @@ def topology(run: Any) -> Section:
         "falls into communities; a bridge unit spreads its edges over several of them."
     )
     if communities.empty and units.empty:
-        return _empty("communities", "Communities and bridges", lead, "This run has no unit graph.")
+        return empty_section(
+            "communities", "Communities and bridges", lead, "This run has no unit graph."
+        )
     panels: tuple[Panel, ...] = ()
     notes: tuple[str, ...] = ()
     if not communities.empty:
-        panels += _panel(
+        panels += make_panel(
             "Is there a community structure?",
             "Modularity says something only above its null (dotted: the same degrees, rewired). "
             "Low stability means that the partition depends on the seed, and so do its bridges.",
-            f"Modularity, stability and number of communities by layer for {_spoken(communities)}.",
+            f"Modularity, stability and number of communities by layer for {spoken(communities)}.",
             {(): plots.communities_figure(communities)},
             (),
         )
-    adjacency = _by_layer(run.arrays, "adjacency")
+    adjacency = by_layer(run.arrays, "adjacency")
     figures = Figures()
     for layer, graphs in sorted(adjacency.items()):
         labels = {v: _labels(units, v, layer) for v in graphs}
@@ -265,7 +288,7 @@ def topology(run: Any) -> Section:
         if known:
             figures[(f"layer {layer}",)] = plots.adjacency_figure(known)
     if figures:
-        panels += _panel(
+        panels += make_panel(
             "The graph, ordered by community",
             "Squares on the diagonal are communities, ordered by size; weight outside them is "
             "carried by bridges.",
@@ -277,8 +300,8 @@ def topology(run: Any) -> Section:
         notes += ("This run kept no adjacency matrices.",)
     if not units.empty:
         everyone = sorted(int(i) for i in units["layer"].unique())
-        layers = _thinned(everyone, int(units.groupby("layer").size().max()))
-        panels += _panel(
+        layers = thinned(everyone, int(units.groupby("layer").size().max()))
+        panels += make_panel(
             "Cartography of units",
             "To the right, units whose edges spread over many communities; at the top, hubs of "
             "their own. Outlined markers are bridge units, the strongest by number. Colour is the "
@@ -291,7 +314,7 @@ def topology(run: Any) -> Section:
             ("Layer",),
             slider="Layer",
         )
-        notes += _shown(layers, everyone) + _isolated(units)
+        notes += thinning_note(layers, everyone) + _isolated(units)
     tables = () if communities.empty else (numbers("Communities by layer", communities),)
     return Section(
         "communities",
@@ -299,7 +322,7 @@ def topology(run: Any) -> Section:
         lead,
         panels,
         tables,
-        notes + _missing_control(units if communities.empty else communities),
+        notes + missing_control(units if communities.empty else communities),
     )
 
 
@@ -333,13 +356,13 @@ def coupling(run: Any) -> Section:
         "sign of that coupling follow the block's character from rotational to symmetric?"
     )
     if table.empty:
-        return _empty("coupling", "Coupling", lead, "This run has no couplings.")
-    panels = _panel(
+        return empty_section("coupling", "Coupling", lead, "This run has no couplings.")
+    panels = make_panel(
         "Coupling at every layer",
         "Each point is one block: above zero, bridge units are amplified; below, suppressed. "
         "Filled: q < 0.05 over all layers. Dashes: before the confounds were partialled out. "
         "Effects at a single layer are small; the trend below is the question.",
-        f"Coupling with 95 % intervals by layer for {_spoken(table)}.",
+        f"Coupling with 95 % intervals by layer for {spoken(table)}.",
         {(): plots.coupling_layers_figure(table)},
         (),
     )
@@ -347,7 +370,7 @@ def coupling(run: Any) -> Section:
     if not spectra.empty and table["layer"].nunique() > 2:
         figure = plots.character_figure(table, spectra, trend=trend)
         if figure.data:
-            panels += _panel(
+            panels += make_panel(
                 "Coupling against character",
                 "Numbers are layers. Left, blocks whose update is nearer to symmetric; right, "
                 "nearer to random or rotational (0.5). A line is drawn only where the interval of "
@@ -360,7 +383,7 @@ def coupling(run: Any) -> Section:
         notes += ("A trend over layers needs at least three layers.",)
     tables = [numbers("Coupling by layer", table)]
     if not trend.empty:
-        panels += _panel(
+        panels += make_panel(
             "Does the answer depend on the measure?",
             "The same trend for other measures of character. An effect that only one row shows is "
             "an effect of that choice. Filled: the 95 % interval excludes zero.",
@@ -370,87 +393,8 @@ def coupling(run: Any) -> Section:
         )
         tables.append(numbers("Trend over layers", trend))
     return Section(
-        "coupling", "Coupling", lead, panels, tuple(tables), notes + _missing_control(table)
+        "coupling", "Coupling", lead, panels, tuple(tables), notes + missing_control(table)
     )
-
-
-def _panel(
-    title: str,
-    caption: str,
-    alt: str,
-    figures: Figures,
-    names: tuple[str, ...],
-    *,
-    slider: str = "",
-) -> tuple[Panel, ...]:
-    """A panel with a switch for each real choice; no panel at all without figures."""
-    if not figures:
-        return ()
-    options = [tuple(dict.fromkeys(key[i] for key in figures)) for i in range(len(names))]
-    varying = [i for i, found in enumerate(options) if len(found) > 1]
-    switches = tuple(
-        Switch(names[i], options[i], slider=names[i] == slider and len(options[i]) > 3)
-        for i in varying
-    )
-    kept = {tuple(key[i] for i in varying): figure for key, figure in figures.items()}
-    return (Panel(title, caption, alt, kept, switches),)
-
-
-def _empty(identity: str, title: str, lead: str, note: str) -> Section:
-    return Section(identity, title, lead, notes=(note,))
-
-
-def _options(table: pd.DataFrame, name: str, known: Mapping[str, str]) -> list[str]:
-    """Values of a column in the order of ``known``; its first where there is no such column."""
-    if name not in table:
-        return [next(iter(known))]
-    return [value for value in known if (table[name] == value).any()]
-
-
-def _by_layer(arrays: Mapping[str, Any], kind: str) -> dict[int, dict[str, Any]]:
-    """``kind/variant/layer`` → layer → variant → array, the trained model first."""
-    found: dict[int, dict[str, Any]] = {}
-    for key in sorted(arrays, key=lambda name: "/trained/" not in name):
-        if key.startswith(f"{kind}/"):
-            _, variant, layer = key.split("/")
-            found.setdefault(int(layer), {})[variant] = arrays[key]
-    return found
-
-
-def _thinned(layers: list[int], points_per_layer: int) -> list[int]:
-    """Evenly spread layers, first and last included, within the page's budget of points."""
-    most = max(2, _MAX_POINTS // max(1, points_per_layer))
-    if len(layers) <= most:
-        return layers
-    chosen = np.unique(np.linspace(0, len(layers) - 1, most).round().astype(int))
-    return [layers[i] for i in chosen]
-
-
-def _shown(layers: list[int], everyone: Any) -> tuple[str, ...]:
-    if len(layers) == len(everyone):
-        return ()
-    return (
-        f"{len(layers)} of {len(everyone)} layers can be chosen here, to keep this page light; "
-        "the run directory has all of them.",
-    )
-
-
-def _missing_control(table: pd.DataFrame) -> tuple[str, ...]:
-    if table.empty or "control" in variants(table):
-        return ()
-    return (
-        "This run has no control model, so that nothing here can be called learned. Add one with "
-        "--control random-init.",
-    )
-
-
-def _single_layer(table: pd.DataFrame) -> tuple[str, ...]:
-    one = "layer" in table and table["layer"].nunique() == 1
-    return ("This run looked at one layer: there is no gradient over depth to see.",) if one else ()
-
-
-def _spoken(table: pd.DataFrame) -> str:
-    return " and ".join(variants(table))
 
 
 def words_of_findings(run: Any) -> Iterator[dict[str, str]]:
