@@ -145,11 +145,12 @@ def test_what_has_no_direction_of_its_own_is_said() -> None:
 
 
 def test_an_exact_jordan_block_does_not_spoil_its_neighbours() -> None:
-    D = torch.diag(torch.tensor([0.0, 0, 5, 3], dtype=torch.float64))
-    D[0, 1], D[2, 3] = 1, 4
-    five, three, nought = dominant_modes(D, count=3, skip=False)
-    assert (five.eigenvalue, three.eigenvalue, nought.eigenvalue) == (5, 3, 0)
-    assert five.condition == pytest.approx(math.sqrt(1 + 4), rel=1e-9)  # left vector (1, 2)
+    D = torch.diag(torch.tensor([5.0, 0, 0, 0], dtype=torch.float64))
+    D[0, 1], D[1, 2], D[2, 3] = 4, 1, 1
+    five, nought = dominant_modes(D, count=2, skip=False)
+    assert (five.eigenvalue, nought.eigenvalue) == (5, 0)
+    left = torch.tensor([1, 0.8, 0.16, 0.032])  # and the right vector is the first axis
+    assert five.condition == pytest.approx(left.norm().item(), rel=1e-6)
     assert nought.defective
     assert nought.condition == math.inf
 
@@ -248,6 +249,7 @@ def test_one_decomposition_per_layer(model_of: Any, monkeypatch: Any) -> None:
     ov = ov_circuits(model_of("gpt2"))
     ov.modes_dataframe(3)
     assert len(calls) == 3
+    assert list(ov._latest) == [2]  # the vectors of one layer are kept, not of all
     ov.modes(2, skip=False)
     values = ov.layer_eigenvalues(0)
     assert len(calls) == 3

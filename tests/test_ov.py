@@ -21,6 +21,7 @@ from zoo import ARCHITECTURES, HEADS, WIDTH, tiny
 
 from tl_spectral.errors import InputError, UnsupportedModelError
 from tl_spectral.model import ModelView
+from tl_spectral.model import anatomy as parts
 from tl_spectral.ov import OVCircuits, ov_circuits
 from tl_spectral.ov.heads import copying_sd, random_heads
 
@@ -86,6 +87,19 @@ def test_norms_are_found_by_what_they_do(name: str, model_of: Any) -> None:
     if block.attention_norm is not None:
         layer_norm = ("gpt2", "gpt_neo", "pythia", "gptj", "opt", "bloom")
         assert block.attention_norm.centres == (name in layer_norm)
+
+
+def test_norms_that_attention_does_not_pass_through_are_none_of_its(
+    model_of: Any, monkeypatch: Any
+) -> None:
+    model = tiny("gpt2")
+    model.add_hook("blocks.1.attn.hook_in", lambda state, hook: state * 2)
+    anatomy = ModelView(model).anatomy
+    assert [block.attention_norm is not None for block in anatomy] == [True, False, True]
+    # BLOOM's second norm reads what attn.hook_out shows, but stands on the stream.
+    monkeypatch.setattr(parts, "_PARTS", tuple(p for p in parts._PARTS if ".o." not in p))
+    for name, there in (("bloom", False), ("gemma2", True)):
+        assert (ModelView(tiny(name)).anatomy[1].attention_post_norm is not None) == there
 
 
 @pytest.mark.filterwarnings("ignore:Phi3ArchitectureAdapter does not support fold_ln")  # it folds
@@ -230,6 +244,22 @@ def test_what_cannot_be_named_is_said() -> None:
         assert row["degenerate"] == bool(note)
     assert math.isnan(ov_circuits(zero).copying_score.item())
     assert ov_circuits(low_rank).effective_rank.item() == pytest.approx(1)
+
+
+def test_rank_counts_singular_values_above_its_tolerance() -> None:
+    Q = torch.linalg.qr(gaussian(12, 12))[0]
+    sigma = torch.tensor([1.0, 1e-4, 3e-7])
+    ov = ov_circuits(FactoredMatrix(Q[:, :3] * sigma, Q[:, :3].T))
+    assert ov.rank_tolerance == 1e-6
+    assert ov.rank.item() == 2
+    dead = gaussian(12, 4, seed=2)
+    dead[:, 1] = 0  # a dead value direction
+    W_O = gaussian(4, 12, seed=1)
+    expected = torch.linalg.svdvals(dead @ W_O)[:3].square()
+    ov = ov_circuits(FactoredMatrix(dead, W_O))
+    assert ov.rank.item() == 3
+    p = expected / expected.sum()
+    assert ov.effective_rank.item() == pytest.approx(torch.special.entr(p).sum().exp().item())
 
 
 def test_scores_do_not_depend_on_the_basis(model_of: Any) -> None:
