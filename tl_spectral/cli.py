@@ -24,11 +24,10 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from tl_spectral import cli_compare
 from tl_spectral.errors import InputError, TLSpectralError, TLSpectralWarning
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from tl_spectral.analysis import AnalysisResult
 
 app = typer.Typer(
@@ -67,6 +66,12 @@ class _Method(str, Enum):
     weights = "weights"
     hook = "hook"
     additive = "additive"
+
+
+class _Fold(str, Enum):
+    none = "none"
+    norm = "norm"
+    norm_and_post = "norm+post"
 
 
 def _version(asked: bool) -> bool:
@@ -212,6 +217,17 @@ def models() -> None:
 def ov(
     model: _Model,
     layers: _Layers = None,
+    fold: Annotated[
+        _Fold,
+        typer.Option(
+            help="Fold in the norm that attention reads through, and the one on its output."
+        ),
+    ] = _Fold.none,
+    vocabulary: Annotated[
+        bool,
+        typer.Option("--vocabulary", help="Score heads through embedding and unembedding as well."),
+    ] = False,
+    modes: Annotated[int, typer.Option(help="Modes of each layer in the table.", min=1)] = 3,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -220,36 +236,17 @@ def ov(
         ),
     ] = None,
 ) -> None:
-    """OV circuits: which heads copy, which suppress, and each layer's dominant mode."""
+    """OV circuits: which heads copy, which suppress, and each layer's dominant modes."""
     with _one_line_each():
+        from tl_spectral import cli_ov
         from tl_spectral.ov import ov_circuits
 
         chosen = _numbers(layers)
-        circuits = ov_circuits(_load(model), chosen)
-        heads, modes = circuits.to_dataframe(), circuits.modes_dataframe()
-        table = Table(
-            "layer",
-            "copying score by head",
-            "λ₁, skip kept",
-            "λ₁, no skip",
-            "‖F‖",
-            title=f"OV circuits of {circuits.provenance.model}",
-            caption=f"Random heads score 0 ± {circuits.copying_score_sd:.3f}; bold is beyond two "
-            "standard deviations.",
-        )
-        for layer, group in heads.groupby("layer"):
-            scores = [_score(value, circuits.copying_score_sd) for value in group["copying_score"]]
-            kept, left_out = (row for row in modes.to_dict("records") if row["layer"] == layer)
-            table.add_row(
-                str(layer),
-                Text(" ").join(scores),
-                _eigenvalue(kept),
-                _eigenvalue(left_out),
-                f"{kept['frobenius']:.3g}",
-            )
-        Console().print(table)
+        circuits = ov_circuits(_load(model), chosen, fold=fold.value, vocabulary=vocabulary)
+        heads, found = circuits.to_dataframe(), circuits.modes_dataframe(modes)
+        cli_ov.tell(circuits, heads, found)
         if out is not None:
-            _write_ov(circuits, heads, modes, out)
+            cli_ov.write(circuits, heads, found, out)
             _say(f"Tables and layer matrices: {out}")
 
 
@@ -342,23 +339,7 @@ def steer(
             _say(f"Figures and tables: {cli_steer.write(report, curve, out)}")
 
 
-def _write_ov(circuits: Any, heads: pd.DataFrame, modes: pd.DataFrame, out: Path) -> None:
-    from safetensors.torch import save_file
-
-    out.mkdir(parents=True, exist_ok=True)
-    heads.to_csv(out / "heads.csv", index=False)
-    modes.to_csv(out / "layers.csv", index=False)
-    matrices = {f"F.{layer}": circuits.layer_matrix(layer) for layer in circuits.layers}
-    save_file(matrices, out / "F.safetensors")
-
-
-def _score(value: float, spread: float) -> Text:
-    return Text(f"{value:+.2f}", style="bold" if abs(value) > 2 * spread else "dim")
-
-
-def _eigenvalue(mode: dict[Any, Any]) -> str:
-    real, imaginary = mode["eigenvalue_re"], mode["eigenvalue_im"]
-    return f"{real:.3g} ± {imaginary:.3g}i" if mode["kind"] == "complex" else f"{real:.3g}"
+app.command(epilog=cli_compare.EPILOG)(cli_compare.compare)
 
 
 def _load(model: str) -> Any:
