@@ -9,9 +9,9 @@ key/value cache: all three give wrong numbers or errors where this does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +26,22 @@ from tl_spectral.model.view import StopForward
 _FLOATS_PER_COORDINATE = 28
 _MOST_COTANGENTS = 128  # larger batches were slower: they fall out of the CPU's caches
 DEFAULT_MAX_BYTES = 1 << 29
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Matrix products in the dtype's full precision inside: no TF32 on a GPU, no bfloat16 on a CPU.
+
+    The setting is the process's own and is put back after.
+    """
+    before = torch.get_float32_matmul_precision()
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,6 @@ def trace(
     *,
     pos: int,
     source_pos: int,
-    cache: Any = None,
     states: Mapping[int, Float[Tensor, "sample d_model"]] | None = None,
 ) -> list[Graph]:
     """Run the model once and keep the graph of each route.
@@ -76,7 +91,6 @@ def trace(
         routes: What to trace; single blocks, or one span.
         pos: Target position, non-negative.
         source_pos: Source position, non-negative.
-        cache: Key/value cache of the tokens before these.
         states: Layer → states that replace the input of the block (the isolated context).
     """
     shape = (*tokens.shape, view.d_model)
@@ -115,7 +129,7 @@ def trace(
     # The deepest target ends the pass, whatever the order that the routes were asked for in.
     last = names[max(range(len(routes)), key=lambda i: routes[i].stop)][1]
     with differentiable(), view.frozen():
-        view.run(tokens, hooks, cache=cache)
+        view.run(tokens, hooks)
         graphs = []
         for route, (source, target) in zip(routes, names, strict=True):
             on_branch = route.source == "resid_mid" and view.anatomy[route.start].mid_on_branch
@@ -166,10 +180,25 @@ def jacobian_of(
         each = _FLOATS_PER_COORDINATE * itemsize * samples * graph.n_pos * d_model
         chunk = max(1, min(_MOST_COTANGENTS, max_bytes // each))
     identity = torch.eye(d_model, dtype=graph.target.dtype, device=graph.target.device)
-    jacobian = torch.empty(samples, d_model, d_model, dtype=graph.target.dtype)
+    jacobian = identity.new_empty(samples, d_model, d_model)
     for first in range(0, d_model, chunk):
         one_hot = identity[first : first + chunk]
         cotangents = one_hot[:, None].expand(-1, samples, -1)
         rows = pull_back(graph, cotangents)
-        jacobian[:, first : first + len(one_hot)] = rows.transpose(0, 1).cpu()
-    return jacobian
+        jacobian[:, first : first + len(one_hot)] = rows.transpose(0, 1)
+    return jacobian.cpu()
+
+
+def state_at(
+    view: ModelView, tokens: Int[Tensor, "sample pos"], layer: int, pos: int
+) -> Float[Tensor, "sample d_model"]:
+    """``resid_pre`` of a layer at one position."""
+    found: list[Tensor] = []
+
+    def keep(activation: Tensor) -> None:
+        found.append(activation[:, pos].detach().clone())
+        raise StopForward
+
+    with torch.no_grad():
+        view.run(tokens, {view.hook_name(layer, "resid_pre"): keep})
+    return found[0]

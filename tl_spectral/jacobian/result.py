@@ -32,7 +32,7 @@ class BlockJacobian(Result):
         scope: ``"block"``, ``"attn"``, ``"mlp"`` or ``"span"``.
         n_samples: Number of prompts averaged over.
         norm_gain: Gain of the norm that reads the source state, if one does.
-        engine: ``"fast"`` (one query against cached keys and values) or ``"reference"``
+        engine: ``"fast"`` (one query against fixed keys and values) or ``"reference"``
             (automatic differentiation of the whole forward pass).
         engine_reason: Why that engine.
     """

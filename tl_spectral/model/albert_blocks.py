@@ -133,6 +133,16 @@ class _MLP(nn.Module):
         out: Tensor = self.hook_out(self.out(self.activation(pre)))
         return out
 
+    @property
+    def W_in(self) -> Float[Tensor, "d_model d_mlp"]:  # noqa: N802 - TransformerLens' names
+        reader = self.get_submodule("in")
+        assert isinstance(reader, _Linear)
+        return reader.weight.T
+
+    @property
+    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:  # noqa: N802
+        return self.out.weight.T
+
 
 class AlbertBlock(nn.Module):
     """Post-norm: ``ln2(mid + mlp(mid))`` with ``mid = ln1(x + attn(x))``."""
