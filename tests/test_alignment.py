@@ -51,6 +51,34 @@ def test_of_block_jacobians_the_update_is_taken():
     )
 
 
+@pytest.mark.parametrize(("d", "k"), [(20, 1), (20, 6), (12, 11)])
+def test_the_chance_range_holds_unrelated_subspaces(d, k):
+    """Mean, deviation, range and p of the closed form against 400 draws."""
+    drawn = [
+        forward_alignment(gaussian(d, seed), gaussian(d, 10_000 + seed), k) for seed in range(400)
+    ]
+    values = np.array([a.value for a in drawn])
+    assert values.mean() == pytest.approx(k / d, abs=4 * values.std() / 400**0.5)
+    assert values.std() == pytest.approx(drawn[0].chance_std, rel=0.15)
+    low, high = drawn[0].chance_interval
+    assert np.mean((values >= low) & (values <= high)) == pytest.approx(0.95, abs=0.033)
+    assert np.mean([a.p <= 0.05 for a in drawn]) == pytest.approx(0.05, abs=0.033)
+    assert drawn[0].z == pytest.approx((values[0] - k / d) / drawn[0].chance_std)
+
+
+def test_a_planted_alignment_is_beyond_chance():
+    writer = gaussian()
+    U, sigma, _ = torch.linalg.svd(writer)
+    aligned = forward_alignment(writer, U @ torch.diag(sigma) @ U.T, k=4)
+    assert aligned.p < 1e-6
+    assert aligned.z > 10
+    whole = forward_alignment(writer, gaussian(seed=1), k=30)
+    assert whole.value == pytest.approx(1)
+    assert whole.chance_interval == (1, 1)
+    assert np.isnan(whole.z)
+    assert np.isnan(whole.p)
+
+
 def test_refusals():
     with pytest.raises(InputError, match="30 × 30"):
         forward_alignment(gaussian(), gaussian(20))

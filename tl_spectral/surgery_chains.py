@@ -269,7 +269,8 @@ def chains_of(
     if tokens is None:
         if isinstance(blocks, Iterator):
             blocks = list(blocks)
-        several = isinstance(blocks, Sequence) and getattr(blocks[0], "n_samples", 1) > 1
+        first = next(iter(blocks), None) if isinstance(blocks, Sequence) else None
+        several = getattr(first, "n_samples", 1) > 1
         yield _chain(_links(blocks, None, options), -1 if several else 0, scale)
         return
     from tl_spectral.jacobian import block_jacobians
