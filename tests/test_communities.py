@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -16,14 +17,13 @@ import torch
 from tl_spectral.communities import (
     Communities,
     _by_size,
-    _Edges,
-    _rewired,
     agreement,
     communities,
     modularity,
 )
 from tl_spectral.errors import InputError
 from tl_spectral.graph import UnitGraph, unit_graph
+from tl_spectral.partitions import Edges, rewired
 
 
 def as_unit_graph(matrix: np.ndarray, sign: str = "abs") -> UnitGraph:
@@ -175,8 +175,8 @@ def test_larger_resolution_means_more_communities() -> None:
 def test_rewiring_keeps_degrees_and_weights_and_forgets_the_rest() -> None:
     states, truth = planted_states(100, strength=2.0)
     graph = unit_graph(states, top_k=6)
-    edges = _Edges(100, graph.row.numpy(), graph.col.numpy(), graph.weight.numpy())
-    null = _rewired(edges, np.random.default_rng(0))
+    edges = Edges(100, graph.row.numpy(), graph.col.numpy(), graph.weight.numpy())
+    null = rewired(edges, np.random.default_rng(0))
     assert (null.row < null.col).all()
     pairs = set(zip(null.row.tolist(), null.col.tolist(), strict=True))
     assert len(pairs) == graph.n_edges
@@ -186,15 +186,15 @@ def test_rewiring_keeps_degrees_and_weights_and_forgets_the_rest() -> None:
     inside = (truth[edges.row] == truth[edges.col]).mean()
     assert inside > 0.99
     assert (truth[null.row] == truth[null.col]).mean() == pytest.approx(0.25, abs=0.06)
-    again = _rewired(edges, np.random.default_rng(0))
+    again = rewired(edges, np.random.default_rng(0))
     np.testing.assert_array_equal(again.row, null.row)
 
 
 def test_rewiring_visits_all_graphs_of_the_degrees_evenly() -> None:
     """Four units of degree one have three matchings."""
-    edges = _Edges(4, np.array([0, 2]), np.array([1, 3]), np.ones(2))
+    edges = Edges(4, np.array([0, 2]), np.array([1, 3]), np.ones(2))
     rng = np.random.default_rng(0)
-    partners = [int(null.col[0]) for null in (_rewired(edges, rng) for _ in range(300))]
+    partners = [int(null.col[0]) for null in (rewired(edges, rng) for _ in range(300))]
     share = np.bincount(partners, minlength=4)[1:] / 300
     np.testing.assert_allclose(share, 1 / 3, atol=0.08)
 
@@ -242,8 +242,62 @@ def test_refusals(karate: UnitGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="runs"):
         communities(karate, runs=0)
     monkeypatch.setitem(sys.modules, "leidenalg", None)
-    with pytest.raises(InputError, match=r"tl-spectral\[leiden\]"):
-        communities(karate, method="leiden")
+    for method in ("leiden", "louvain-igraph"):
+        with pytest.raises(InputError, match=r"tl-spectral\[leiden\]"):
+            communities(karate, method=method)
+    with pytest.raises(InputError, match="no meaning for negative weights"):
+        communities(signed, method="louvain-igraph")
+
+
+def weighted_graphs() -> list[UnitGraph]:
+    """Planted groups strong and weak, noise, sparse and dense, and the karate club."""
+    graphs = [as_unit_graph(nx.to_numpy_array(nx.karate_club_graph()))]
+    for strength, options in ((1.0, {"top_k": 5}), (0.4, {"top_k": 8}), (0.0, {"density": 0.1}),
+                              (0.6, {"density": 0.5})):  # fmt: skip
+        states, _ = planted_states(200, 7, strength=strength, seed=int(10 * strength))
+        graphs.append(unit_graph(states, **options))
+    return graphs
+
+
+@pytest.mark.parametrize("resolution", [1.0, 2.0])
+def test_igraph_finds_partitions_as_good_as_those_of_python_louvain(resolution: float) -> None:
+    pytest.importorskip("igraph")
+    gains = []
+    for graph in weighted_graphs():
+        options = {"resolution": resolution, "runs": 10, "nulls": 0}
+        quick = communities(graph, method="louvain-igraph", **options)
+        slow = communities(graph, **options)
+        gains.append(quick.modularity - slow.modularity)
+        assert quick.modularity >= slow.modularity - 2 * slow.modularity_std - 1e-9
+        assert quick.method == "louvain-igraph"
+    assert np.mean(gains) > -1e-3, gains
+
+
+def test_igraph_runs_follow_the_seed_and_leave_the_global_generator() -> None:
+    igraph = pytest.importorskip("igraph")
+    graph = unit_graph(planted_states(strength=0.3)[0], top_k=5)
+    options = {"method": "louvain-igraph", "runs": 4, "nulls": 2}
+    first = communities(graph, seed=7, **options)  # beartype draws names when it sees a call first
+    before = random.getstate()
+    second, other = (communities(graph, seed=seed, **options) for seed in (7, 8))
+    assert random.getstate() == before
+    assert torch.equal(first.run_labels, second.run_labels)
+    assert first.null_mean == second.null_mean
+    assert not torch.equal(first.run_labels, other.run_labels)
+    drawn = []
+    for _ in range(2):  # igraph draws from Python's generator again
+        random.seed(3)
+        drawn.append(igraph.Graph.Erdos_Renyi(n=30, p=0.2).get_edgelist())
+    assert drawn[0] == drawn[1]
+    random.setstate(before)
+
+
+def test_igraph_takes_the_whole_pipeline() -> None:
+    pytest.importorskip("igraph")
+    states, truth = planted_states()
+    found = communities(unit_graph(states, top_k=5), method="louvain-igraph", runs=5, nulls=5)
+    assert agreement(np.stack([found.labels.numpy(), truth]))[0][0, 1] == 1
+    assert found.z_score > 20
 
 
 def test_leiden_separates_what_only_signs_tell_apart() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from tl_spectral.communities import _Edges, _rewired
 from tl_spectral.controls.base import Null
 from tl_spectral.errors import InputError
 from tl_spectral.graph import UnitGraph
+from tl_spectral.partitions import Edges, rewired
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Rewired(Null):
     def draw(self, x: Any, seed: int) -> UnitGraph:
         """One rewired graph."""
         g = _graph(x)
-        edges = _Edges(g.n_units, g.row.numpy(), g.col.numpy(), g.weight.numpy())
-        null = _rewired(edges, np.random.default_rng(seed))
+        edges = Edges(g.n_units, g.row.numpy(), g.col.numpy(), g.weight.numpy())
+        null = rewired(edges, np.random.default_rng(seed))
         return _with_edges(g, null.row, null.col, null.weight)
 
 
