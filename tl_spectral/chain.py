@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from tl_spectral.baselines import product_reference
 from tl_spectral.decompose import checked_scale, to_float64
 from tl_spectral.errors import InputError, ProvenanceError
+from tl_spectral.jacobian.operator import Operator
+from tl_spectral.operator_chain import OperatorChain, operator_chain
 from tl_spectral.results import Provenance, Result
 from tl_spectral.surgery import Surgery, operate, schur_surgery
 from tl_spectral.threads import one_blas_thread
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
 
-__all__ = ["ChainResult", "chain", "schur_surgery"]
+__all__ = ["ChainResult", "OperatorChain", "chain", "schur_surgery"]
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -107,6 +109,11 @@ class ChainResult(Result):
         return chain_figure(self)
 
 
+@overload
+def chain(matrices: Sequence[Operator], *, k: int = 10, **options: Any) -> OperatorChain: ...
+
+
+@overload
 def chain(
     matrices: Any,
     tokens: Any = None,
@@ -118,14 +125,30 @@ def chain(
     refine: int = 0,
     scales: Sequence[Float[Tensor, " d"]] | None = None,
     **options: Any,
-) -> ChainResult:
+) -> ChainResult: ...
+
+
+def chain(
+    matrices: Any,
+    tokens: Any = None,
+    *,
+    k: int = 10,
+    surgery: Surgery | str | None = None,
+    seed: int = 0,
+    truncate: int | None = None,
+    refine: int = 0,
+    scales: Sequence[Float[Tensor, " d"]] | None = None,
+    **options: Any,
+) -> ChainResult | OperatorChain:
     """Singular values of the product of block Jacobians, at every depth.
 
     A chain drops the paths through other positions; :func:`tl_spectral.span_jacobian` keeps them.
 
     Args:
         matrices: Factors in the order of application (layer 0 first): tensors, ``BlockJacobian``s,
-            or any iterable of them (one is in memory at a time). Or a model, with ``tokens``.
+            or any iterable of them (one is in memory at a time). Or a model, with ``tokens``. Or a
+            list of operators, which are never formed: see
+            :func:`tl_spectral.operator_chain.operator_chain` for what can be told then.
         tokens: One prompt, if the first argument is a model. For the chain of mean Jacobians
             pass ``block_jacobians(model, prompts)``: averaging can raise the rank several-fold.
         k: How many singular values to report (at most d).
@@ -137,7 +160,8 @@ def chain(
             factors in memory and costs a QR per factor, sweep and depth where needed.
         scales: ``depth + 1`` vectors of standard deviations, of the first input and of every
             output: natural units, ``D_out⁻¹ P D_in``. The surgery acts in raw units.
-        **options: Passed to :func:`tl_spectral.block_jacobians` if the first argument is a model.
+        **options: Passed to :func:`tl_spectral.block_jacobians` if the first argument is a model;
+            ``rtol`` and ``subspace`` for operators.
 
     Returns:
         The chain.
@@ -147,6 +171,9 @@ def chain(
             factors that are no block Jacobians, several prompts, or a product that is zero.
         ProvenanceError: If the factors come from different models, texts or options.
     """
+    if isinstance(matrices, (list, tuple)) and any(isinstance(op, Operator) for op in matrices):
+        unused = {"surgery": surgery, "truncate": truncate, "refine": refine, "scales": scales}
+        return _of_operators(matrices, unused, k=k, seed=seed, **options)
     links = _links(matrices, tokens, options)
     if surgery is not None and surgery not in get_args(Surgery):
         raise InputError(f"surgery must be one of {get_args(Surgery)}, got {surgery!r}.")
@@ -211,6 +238,22 @@ def chain(
             options={**provenance.options, **chosen},
         ),
     )
+
+
+def _of_operators(
+    operators: Sequence[Any], unused: dict[str, Any], **options: Any
+) -> OperatorChain:
+    asked = sorted(name for name, value in unused.items() if value)
+    strange = sorted(options.keys() - {"k", "seed", "rtol", "subspace"})
+    if asked or strange:
+        raise InputError(
+            f"{asked + strange} cannot be had of operators that are never formed; pass the "
+            "matrices (op.to_dense(), or block_jacobians)."
+        )
+    for step, op in enumerate(operators):
+        if not isinstance(op, Operator):
+            raise InputError(f"Factor {step}: operators and matrices cannot be mixed.")
+    return operator_chain(operators, **options)
 
 
 def _column(values: list[float]) -> Float[Tensor, " depth"]:

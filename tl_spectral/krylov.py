@@ -71,15 +71,16 @@ class Products:
 
     def forward(self, X: np.ndarray) -> np.ndarray:
         """``D⁻¹ M D X``."""
-        return self._apply(self._op, X * self._std[:, None]) / self._std[:, None]
+        return np.asarray(self._apply(self._op, X * self._std[:, None]) / self._std[:, None])
 
     def backward(self, X: np.ndarray) -> np.ndarray:
         """``D Mᵀ D⁻¹ X``."""
-        return self._apply(self._transposed, X / self._std[:, None]) * self._std[:, None]
+        product = self._apply(self._transposed, X / self._std[:, None])
+        return np.asarray(product * self._std[:, None])
 
     def symmetric(self, X: np.ndarray) -> np.ndarray:
         """The product with the symmetric part."""
-        return (self.forward(X) + self.backward(X)) / 2
+        return np.asarray((self.forward(X) + self.backward(X)) / 2)
 
     def _apply(self, op: Any, X: np.ndarray) -> np.ndarray:
         self.count += X.shape[1]
