@@ -413,6 +413,7 @@ def _require_bridge(model: Any) -> None:
             f"{name} has no single stack of blocks (encoder-decoder models have two residual "
             "streams). Analyse a decoder-only or encoder-only model."
         )
+    hooks = model.hook_dict  # put together anew at each access
     for layer, block in enumerate(model.blocks):
         if not getattr(block, "hook_out_is_single_residual_stream", True):
             raise UnsupportedModelError(
@@ -420,7 +421,7 @@ def _require_bridge(model: Any) -> None:
                 "stream. Such blocks have no d_model × d_model Jacobian."
             )
         for hook in ("hook_in", "hook_out"):
-            if f"blocks.{layer}.{hook}" not in model.hook_dict:
+            if f"blocks.{layer}.{hook}" not in hooks:
                 raise UnsupportedModelError(
                     f"Block {layer} of {name} has no {hook}; its residual stream is out of reach."
                 )

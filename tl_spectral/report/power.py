@@ -67,8 +67,8 @@ def _alignment(table: pd.DataFrame) -> tuple[Panel, ...]:
         "γ is the mean |cos| of tokens with v1, ρ the share whose |cos| grows through the layer. "
         "Look for blue above the dashed greys: those are other layers' modes, later modes of this "
         "layer and modes of a random matrix. Random tokens tilt wherever the criterion is met "
-        "(below), as its closed form foretells, and random matrices meet it too: ρ above ½ by itself says "
-        "nothing about training.",
+        "(below), as its closed form foretells, and random matrices meet it too: ρ above ½ by "
+        "itself says nothing about training.",
         f"Alignment of tokens with each layer's dominant OV mode for {spoken(table)}.",
         figures,
         ("Model",),
