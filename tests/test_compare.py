@@ -17,7 +17,7 @@ from tl_spectral.analysis.options import RunOptions
 from tl_spectral.analysis.result import AnalysisResult
 from tl_spectral.cli import app
 from tl_spectral.compare import Comparison, compare
-from tl_spectral.compare_tables import _over_layers, metric_table, summarise
+from tl_spectral.compare_tables import metric_table, summarise
 from tl_spectral.errors import InputError, ProvenanceError
 
 MAIN = ("spectra", "antisymmetric_energy", "R", "natural")
@@ -171,23 +171,6 @@ def test_other_depths_are_compared_at_equal_relative_depth() -> None:
     row = summarise({"a": short, "b": short}, {"a": None, "b": None}).iloc[1]
     assert math.isnan(row["difference_low"])
     assert "fewer than 3" in row["note"]
-
-
-def test_intervals_over_layers_cover_for_smooth_profiles_too() -> None:
-    rng = np.random.default_rng(0)
-    for smooth in (0.0, 0.6):
-        covered = []
-        for _ in range(300):
-            noise = rng.normal(size=48)
-            change = np.empty(24)
-            state = 0.0
-            for i in range(48):
-                state = smooth * state + noise[i]
-                if i >= 24:
-                    change[i - 24] = state
-            covered.append(abs(change.mean()) <= _over_layers(change))
-        assert np.mean(covered) >= (0.92 if smooth == 0 else 0.85)
-    assert _over_layers(np.full(5, 0.3)) == 0
 
 
 def test_steps_make_a_trajectory(tmp_path: Path) -> None:

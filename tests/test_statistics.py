@@ -153,6 +153,26 @@ def test_detectable_correlation_has_its_limits() -> None:
             statistics.detectable_correlation(50, power=power, alpha=alpha)
 
 
+@pytest.mark.parametrize(
+    ("n", "smooth", "least"), [(24, 0.0, 0.93), (24, 0.6, 0.9), (12, 0.3, 0.9)]
+)
+def test_the_mean_of_a_smooth_series_is_covered(
+    rng: np.random.Generator, n: int, smooth: float, least: float
+) -> None:
+    covered, widths = [], []
+    for _ in range(600):
+        series = np.zeros(n + 20)
+        for i, noise in enumerate(rng.normal(size=n + 19)):
+            series[i + 1] = smooth * series[i] + noise
+        width = statistics.series_mean_error(series[20:])
+        covered.append(abs(series[20:].mean()) <= width)
+        widths.append(width)
+    assert np.mean(covered) >= least
+    if smooth == 0:
+        assert np.median(widths) == pytest.approx(1.96 / math.sqrt(n), rel=0.25)
+    assert statistics.series_mean_error(np.full(5, 0.3)) == 0
+
+
 def test_cohens_d_closed_form() -> None:
     first, second = np.array([1.0, 2, 3]), np.array([0.0, 1, 2, 3, 4])
     d, (low, high) = statistics.cohens_d(first + 1, second)

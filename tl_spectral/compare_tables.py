@@ -12,7 +12,7 @@ from jaxtyping import Float
 from scipy import stats
 
 from tl_spectral.plots.tables import of_variant
-from tl_spectral.statistics import effective_length
+from tl_spectral.statistics import series_mean_error
 
 KEYS = ["family", "metric", "operator", "units"]
 VALUES = ["value", "low", "high", "baseline"]
@@ -218,7 +218,7 @@ def _difference(reference: pd.DataFrame, rows: pd.DataFrame) -> dict[str, Any]:
     mean = float(change.mean())
     half, note = math.nan, "no interval: fewer than 3 layers"
     if len(change) >= 3:
-        half, note = _over_layers(change), ""
+        half, note = series_mean_error(change), ""
     sampling = math.hypot(_half_width(reference), _half_width(rows))
     figures = (mean, mean - half, mean + half, sampling)
     return {**dict(zip(_DIFFERENCE, figures, strict=True)), "compared": how, "note": note}
@@ -232,12 +232,3 @@ def _half_width(rows: pd.DataFrame) -> float:
     half = (rows["high"] - rows["low"]).to_numpy(float) / 2
     known = half[np.isfinite(half)]
     return float(known.mean()) if known.size else math.nan
-
-
-def _over_layers(change: Float[np.ndarray, " layer"]) -> float:
-    """Half-width of the 95 % interval of a mean over layers that resemble their neighbours."""
-    spread = float(change.std(ddof=1))
-    if spread <= 1e-12 * max(1.0, float(np.abs(change).max())):
-        return 0.0
-    n = max(2.0, effective_length(change, change))
-    return float(stats.t.ppf(0.975, n - 1)) * spread / math.sqrt(n)
