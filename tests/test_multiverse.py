@@ -14,7 +14,6 @@ import torch
 from test_coupling import UNITS, blurred_states, jacobian, standard
 from torch import Tensor
 
-from tl_spectral import multiverse as module
 from tl_spectral.bridges import bridge_units
 from tl_spectral.capture import ResidualStates, capture
 from tl_spectral.communities import communities
@@ -23,6 +22,7 @@ from tl_spectral.errors import InputError
 from tl_spectral.graph import unit_graph
 from tl_spectral.jacobian import sample_jacobians
 from tl_spectral.multiverse import Multiverse, multiverse
+from tl_spectral.multiverse_grid import KEYS
 from tl_spectral.samples import take
 
 SMALL: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_every_row_is_the_coupling_of_its_setting(states: ResidualStates) -> Non
     result = multiverse(states, given, seed=5, **{**SMALL, "permutations": 999})
     rows = result.rows
     assert len(rows) == 2**10
-    assert len({tuple(row[k] for k in module.KEYS) for row in rows}) == len(rows)
+    assert len({tuple(row[k] for k in KEYS) for row in rows}) == len(rows)
     order = np.random.default_rng(5).permutation(300)
     scale = (states.scale(4), states.scale(4, hook="resid_post"))
     for row in (rows[i] for i in np.random.default_rng(0).choice(len(rows), 25, replace=False)):
@@ -163,7 +163,7 @@ def test_the_model_itself_gives_the_same_as_its_states_and_jacobians(gpt2: Any) 
     by_hand = multiverse(capture(gpt2, texts, layers=(0, 2)), contexts, **few)
     assert result.layers == (0, 2)
     assert len(result.rows) == 2 * 2**6
-    key = (*module.KEYS, "layer")
+    key = (*KEYS, "layer")
     ours = {tuple(row[k] for k in key): row["rho"] for row in result.rows}
     theirs = {tuple(row[k] for k in key): row["rho"] for row in by_hand.rows}
     assert ours == pytest.approx(theirs, nan_ok=True, abs=1e-4)
