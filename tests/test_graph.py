@@ -132,6 +132,27 @@ def test_equal_weights_are_kept_in_index_order() -> None:
     assert dense_rule.col.tolist() == [1, 2, 3]
 
 
+def test_rows_at_a_time_are_the_whole(states: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where blocks of rows end in the middle of equal weights."""
+    ties = (states.T @ states)[:UNITS, :UNITS].round() % 3
+    for options in ({"top_k": 3}, {"threshold": 0.5}, {"density": 0.3}):
+        whole = unit_graph(ties, edges="jacobian", **options)
+        monkeypatch.setattr("tl_spectral.graph._ROWS", 7)
+        parts = unit_graph(ties, edges="jacobian", **options)
+        monkeypatch.undo()
+        assert torch.equal(parts.row, whole.row)
+        assert torch.equal(parts.col, whole.col)
+        assert torch.equal(parts.weight, whole.weight)
+
+
+def test_the_input_is_left_alone(states: Tensor) -> None:
+    J = states[:UNITS].double()
+    for sample, edges in ((J, "jacobian"), (states.double(), "pearson")):
+        before = sample.clone()
+        unit_graph(sample, edges=edges, top_k=2)  # type: ignore[arg-type]
+        assert torch.equal(sample, before)
+
+
 def test_sign_policies(states: Tensor) -> None:
     correlation = off_diagonal(np.corrcoef(states.double().numpy().T))
     absolute = dense(unit_graph(states, density=1.0, sign="abs"))

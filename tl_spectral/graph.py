@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -32,6 +33,7 @@ Edges = Literal["pearson", "spearman", "partial", "cosine", "jacobian"]
 Sign = Literal["abs", "positive", "signed"]
 Hook = Literal["resid_pre", "resid_mid", "resid_post"]
 DEFAULT_TOP_K = 10
+_ROWS = 256  # of the dense matrix at a time, beyond which only it is held
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,22 +196,26 @@ def unit_graph(
         source = _from_jacobian(states, layer)
     else:
         source = _from_states(states, layer, hook, edges)
-    matrix = np.abs(source.matrix) if sign == "abs" else source.matrix.copy()
-    if sign == "positive":
+    matrix = source.matrix  # ours alone, and large: every step below is in place or by rows
+    if sign == "abs":
+        np.abs(matrix, out=matrix)
+    elif sign == "positive":
         np.maximum(matrix, 0, out=matrix)
     isolated = list(source.constant)
     matrix[isolated, :] = matrix[:, isolated] = 0
     np.fill_diagonal(matrix, 0)
-    keep = _KEEP[rule](np.abs(matrix), amount, len(matrix) - len(isolated))
-    matrix[~keep] = 0
-    row, col = np.nonzero(np.triu(matrix, 1))
+    row, col = _KEEP[rule](matrix, amount, len(matrix) - len(isolated))
+    weight = matrix[row, col]
+    row, col, weight = (values[weight != 0] for values in (row, col, weight))
+    ends = np.concatenate([row, col])
+    strength = np.bincount(ends, np.tile(np.abs(weight), 2), minlength=len(matrix)).astype(float)
     options = {"edges": edges, "sign": sign, "rule": f"{rule}={amount:g}"}
     return UnitGraph(
         n_units=len(matrix),
         row=torch.from_numpy(row),
         col=torch.from_numpy(col),
-        weight=torch.from_numpy(matrix[row, col]),
-        strength=torch.from_numpy(np.abs(matrix).sum(axis=1)),
+        weight=torch.from_numpy(weight),
+        strength=torch.from_numpy(strength),
         edges=edges,
         sign=sign,
         rule=f"{rule}={amount:g}",
@@ -305,8 +311,10 @@ def _from_states(states: object, layer: int | None, hook: Hook, edges: str) -> _
             part, shrinkage = _partial(standard)
         else:
             part = _gram(standard)
-    matrix = np.zeros((d, d))
-    matrix[np.ix_(varying, varying)] = part
+    matrix = part
+    if len(varying) < d:
+        matrix = np.zeros((d, d))
+        matrix[np.ix_(varying, varying)] = part
     return _Source(
         matrix,
         constant=tuple(np.flatnonzero(still).tolist()),
@@ -342,24 +350,48 @@ def _partial(centred: Float[np.ndarray, "n d"]) -> tuple[Float[np.ndarray, "d d"
     return -precision / np.outer(scale, scale), shrinkage
 
 
-def _keep_top_k(size: Float[np.ndarray, "d d"], k: float, active: int) -> Bool[np.ndarray, "d d"]:
-    keep = _largest_per_row(size, min(int(k), len(size)))
-    return np.asarray(keep | keep.T)
+Pairs = tuple[Int[np.ndarray, " edge"], Int[np.ndarray, " edge"]]
 
 
-def _keep_above(size: Float[np.ndarray, "d d"], bar: float, active: int) -> Bool[np.ndarray, "d d"]:
-    return size >= bar
+def _rows(matrix: Float[np.ndarray, "d d"]) -> Iterator[tuple[int, Float[np.ndarray, "b d"]]]:
+    """Absolute values of some rows at a time, and which the first one is."""
+    for first in range(0, len(matrix), _ROWS):
+        yield first, np.abs(matrix[first : first + _ROWS])
 
 
-def _keep_density(
-    size: Float[np.ndarray, "d d"], share: float, active: int
-) -> Bool[np.ndarray, "d d"]:
-    upper = np.triu_indices(len(size), 1)
-    keep = np.zeros(size.shape, dtype=bool)
+def _keep_top_k(matrix: Float[np.ndarray, "d d"], k: float, active: int) -> Pairs:
+    d, keys = len(matrix), []
+    for first, size in _rows(matrix):
+        row, col = np.nonzero(_largest_per_row(size, min(int(k), d)))
+        row += first
+        keys.append(np.minimum(row, col) * d + np.maximum(row, col))
+    edges = np.unique(np.concatenate(keys))  # among the strongest of either end
+    return edges // d, edges % d
+
+
+def _keep_above(matrix: Float[np.ndarray, "d d"], bar: float, active: int) -> Pairs:
+    found = []
+    for first, size in _rows(matrix):
+        row, col = np.nonzero(size >= bar)
+        later = col > row + first
+        found.append((row[later] + first, col[later]))
+    row, col = (np.concatenate(part) for part in zip(*found, strict=True))
+    return row, col
+
+
+def _keep_density(matrix: Float[np.ndarray, "d d"], share: float, active: int) -> Pairs:
     count = round(share * math.comb(active, 2))
-    if count:
-        keep[upper] = _largest_per_row(size[upper][None], count)[0]
-    return keep
+    if not count:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    upper = np.concatenate([np.abs(row[i + 1 :]) for i, row in enumerate(matrix)])
+    upper.partition(len(upper) - count)
+    bar = upper[len(upper) - count]
+    ties = count - int(np.sum(upper > bar))
+    row, col = _keep_above(matrix, bar, active)
+    equal = np.flatnonzero(np.abs(matrix[row, col]) == bar)
+    kept = np.ones(len(row), dtype=bool)
+    kept[equal[ties:]] = False  # of equals the first
+    return row[kept], col[kept]
 
 
 _KEEP = {"top_k": _keep_top_k, "threshold": _keep_above, "density": _keep_density}
