@@ -62,7 +62,8 @@ def tilting(tables: Tables, options: RunOptions) -> Finding:
         "matrix in the layer's place."
     )
     if verdict == NO_EFFECT:
-        sentence = "No effect beyond another layer's mode. " + sentence
+        verb = "The opposite of the claim" if effect.high < 0 else "No effect"
+        sentence = f"{verb}. {sentence}"
     return Finding(
         claim,
         question,

@@ -119,7 +119,7 @@ def _dynamics(table: pd.DataFrame) -> tuple[Panel, ...]:
         "Where the bare dynamics lead",
         "Attention and L2 normalisation alone, the layers applied once in order: no FFN, no "
         "learned norm, no positions. Identity attention (dotted) is the power method itself; "
-        "averaging attention pulls tokens together whatever F is.",
+        "attention that averages pulls tokens together as soon as F is large, whatever its modes.",
         f"Order, mean cosine and effective rank by layer of the bare dynamics for {spoken(table)}.",
         figures,
         ("Start",),
