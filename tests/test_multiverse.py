@@ -14,6 +14,7 @@ import torch
 from test_coupling import UNITS, blurred_states, jacobian, standard
 from torch import Tensor
 
+from tl_spectral import statistics
 from tl_spectral.bridges import bridge_units
 from tl_spectral.capture import ResidualStates, capture
 from tl_spectral.communities import communities
@@ -22,7 +23,7 @@ from tl_spectral.errors import InputError
 from tl_spectral.graph import unit_graph
 from tl_spectral.jacobian import sample_jacobians
 from tl_spectral.multiverse import Multiverse, multiverse
-from tl_spectral.multiverse_grid import KEYS
+from tl_spectral.multiverse_grid import KEYS, _block
 from tl_spectral.samples import take
 
 SMALL: dict[str, Any] = {
@@ -55,10 +56,14 @@ def around(log_gain: np.ndarray, count: int = 3) -> Tensor:
     return torch.stack([jacobian(log_gain, seed) for seed in range(count)])
 
 
-def test_every_row_is_the_coupling_of_its_setting(states: ResidualStates) -> None:
+def test_every_row_is_the_coupling_of_its_setting() -> None:
+    """Also where runs disagree (noisy states) and units of a community share their gains."""
     rng = np.random.default_rng(1)
+    labels = np.arange(UNITS) % 6
+    noisy = blurred_states(np.random.default_rng(0), labels)
+    states = as_states(noisy + 9 * torch.from_numpy(rng.normal(size=noisy.shape)))
     matrices = torch.from_numpy(rng.normal(size=(3, UNITS, UNITS)))
-    isolated = torch.from_numpy(rng.normal(size=(3, UNITS, UNITS)))
+    isolated = around(rng.normal(size=6)[labels] + 0.1 * rng.normal(size=UNITS))
     given = {"full": {4: matrices}, "isolated": {4: isolated}}
     result = multiverse(states, given, seed=5, **{**SMALL, "permutations": 999})
     rows = result.rows
@@ -66,6 +71,7 @@ def test_every_row_is_the_coupling_of_its_setting(states: ResidualStates) -> Non
     assert len({tuple(row[k] for k in KEYS) for row in rows}) == len(rows)
     order = np.random.default_rng(5).permutation(300)
     scale = (states.scale(4), states.scale(4, hook="resid_post"))
+    agreements, shares = [], []
     for row in (rows[i] for i in np.random.default_rng(0).choice(len(rows), 25, replace=False)):
         part = take(states, np.sort(order[: row["samples"]]))
         graph = unit_graph(part, 4, top_k=row["top_k"], sign=row["sign"])
@@ -80,8 +86,32 @@ def test_every_row_is_the_coupling_of_its_setting(states: ResidualStates) -> Non
         )  # fmt: skip
         assert row["rho"] == pytest.approx(by_hand.unit_rho)
         assert (row["low"], row["high"]) == pytest.approx(by_hand.unit_interval)
-        assert row["p"] == pytest.approx(by_hand.unit_p, abs=0.06)
+        assert row["p"] == pytest.approx(by_hand.unit_p, abs=0.09)
         assert row["n_effective"] == pytest.approx(by_hand.n_effective)
+        agreements.append(by_hand.run_agreement)
+        shares.append(by_hand.n_effective / by_hand.n_units)
+    assert min(agreements) < 0.9
+    assert min(shares) < 0.7
+
+
+def test_the_shared_null_has_the_width_of_the_statistic() -> None:
+    """Runs that disagree narrow it, communities that share gains widen it, confounds count."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(UNITS) % 6
+    shared = rng.normal(size=6)[labels]
+    spread = rng.normal(size=(2, UNITS)) + 2 * shared  # far from the same ranks in both runs
+    values = np.stack([rng.normal(size=UNITS), rng.normal(size=6)[labels] + rng.random(UNITS)])
+    controls = rng.normal(size=(2, UNITS))
+    moved = np.argsort(rng.random((4000, UNITS)), axis=1)
+    rows, null = _block(spread, values, controls, labels, moved)
+    basis = statistics.rank_basis(controls, 4)
+    agreement = np.linalg.norm(statistics.rank_residuals(spread, basis).mean(axis=0))
+    assert agreement < 0.95
+    assert rows[1]["n_effective"] < 0.5 * UNITS < rows[0]["n_effective"]
+    for row, column in zip(rows, null.T, strict=True):
+        spare = (UNITS - basis.shape[1]) * row["n_effective"] / UNITS
+        assert column.std() == pytest.approx(agreement / math.sqrt(spare), rel=0.05)
+        assert row["p"] == pytest.approx((np.abs(column) >= abs(row["rho"])).mean(), abs=1e-3)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

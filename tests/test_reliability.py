@@ -80,6 +80,10 @@ def test_a_coupling_of_all_communities_survives_each(toy: Toy) -> None:
     assert all(row["p"] < 0.05 for row in result.rows)
     low, high = result.jackknife_interval
     assert 0 < low < result.unit_rho < high
+    left_out = np.array(rhos(result))  # six communities of 16: the textbook's delete-one jackknife
+    variance = 5 / 6 * np.square(left_out - left_out.mean()).sum()
+    assert result.jackknife_se == pytest.approx(math.sqrt(variance))
+    assert high - result.unit_rho == pytest.approx(stats.t.ppf(0.975, 5) * math.sqrt(variance))
     fewer = toy.com.labels.numpy() != 1
     by_hand = leave_one_community_out(J, toy.graph, toy.com, confounds=(), permutations=99)
     kept = [
@@ -157,6 +161,7 @@ def test_clear_communities_are_stable_and_noise_is_not() -> None:
     )
     table = noise.to_dataframe().set_index(["source", "measure"])
     assert table["value"]["bootstrap", "ari"] < 0.6 < clear.value("bootstrap")
+    assert table["value"]["bootstrap", "ari"] < table["value"]["seeds", "ari"] - 0.1
     assert table["value"]["bootstrap", "vi"] > 0.5
     assert (table["low"] <= table["value"]).all()
     assert (table["value"] <= table["high"]).all()
