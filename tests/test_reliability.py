@@ -161,7 +161,6 @@ def test_clear_communities_are_stable_and_noise_is_not() -> None:
     )
     table = noise.to_dataframe().set_index(["source", "measure"])
     assert table["value"]["bootstrap", "ari"] < 0.6 < clear.value("bootstrap")
-    assert table["value"]["bootstrap", "ari"] < table["value"]["seeds", "ari"] - 0.1
     assert table["value"]["bootstrap", "vi"] > 0.5
     assert (table["low"] <= table["value"]).all()
     assert (table["value"] <= table["high"]).all()
@@ -169,6 +168,14 @@ def test_clear_communities_are_stable_and_noise_is_not() -> None:
     assert table["chance"]["seeds", "vi"] <= noise.vi_largest
     assert table["n_pairs"]["seeds", "ari"] == 6
     assert table["n_pairs"]["bootstrap", "ari"] == 5
+
+
+def test_seeds_may_agree_on_a_partition_that_other_texts_would_not_give() -> None:
+    rng = np.random.default_rng(1)
+    few = rng.normal(size=(60, 4))[:, np.arange(48) % 4] + 1.5 * rng.normal(size=(60, 48))
+    result = partition_stability(torch.from_numpy(few), top_k=4, runs=4, bootstraps=6)
+    assert result.value("seeds") > 0.95
+    assert result.value("bootstrap") < 0.7
 
 
 def test_stability_of_a_layer_of_states_and_its_refusals(tmp_path: Path) -> None:
