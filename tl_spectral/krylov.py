@@ -78,10 +78,6 @@ class Products:
         product = self._apply(self._transposed, X / self._std[:, None])
         return np.asarray(product * self._std[:, None])
 
-    def symmetric(self, X: np.ndarray) -> np.ndarray:
-        """The product with the symmetric part."""
-        return np.asarray((self.forward(X) + self.backward(X)) / 2)
-
     def _apply(self, op: Any, X: np.ndarray) -> np.ndarray:
         self.count += X.shape[1]
         full = X
@@ -174,12 +170,16 @@ class Eigenvalues:
         conditions: ``‖y‖ ‖v‖/|yᴴv|`` of the Ritz vectors y and v: the error of λ is about its
             residual times this.
         converged: Whether that error is below ``rtol·|λ|``, or the residual is mere rounding.
+        basis: Of the space.
+        image: ``M @ basis``.
     """
 
     values: Complex[np.ndarray, " k"]
     residuals: Float[np.ndarray, " k"]
     conditions: Float[np.ndarray, " k"]
     converged: Bool[np.ndarray, " k"]
+    basis: Float[np.ndarray, "d m"]
+    image: Float[np.ndarray, "d m"]
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,8 @@ class SingularValues:
         residuals: ``‖Mᵀu − σv‖``: a true singular value lies that close.
         converged: Whether the residual is below ``rtol·σ``, or mere rounding.
         nodes: Quadrature of the space without its last block, and of all of it.
+        basis: Of the space.
+        image: ``M @ basis``.
     """
 
     left: Float[np.ndarray, "d k"]
@@ -201,6 +203,8 @@ class SingularValues:
     residuals: Float[np.ndarray, " k"]
     converged: Bool[np.ndarray, " k"]
     nodes: tuple[Nodes, Nodes]
+    basis: Float[np.ndarray, "d m"]
+    image: Float[np.ndarray, "d m"]
 
 
 @dataclass(frozen=True)
@@ -264,7 +268,7 @@ def _ritz(space: Space, k: int, rtol: float, eps: float) -> Eigenvalues:
     residuals = np.linalg.norm(space.image @ Z - (space.basis @ Z) * values, axis=0)
     rounding = 8 * eps * np.linalg.norm(space.image, axis=0).max(initial=0)
     converged = (residuals <= rtol * np.abs(values) / conditions) | (residuals <= rounding)
-    return Eigenvalues(values, residuals, conditions, converged)
+    return Eigenvalues(values, residuals, conditions, converged, space.basis, space.image)
 
 
 def leading_singular_values(
@@ -321,6 +325,8 @@ def leading_singular_values(
         residuals=residuals,
         converged=residuals <= np.maximum(rtol * sigma, floor),
         nodes=(before, last),
+        basis=space.basis,
+        image=L,
     )
 
 
