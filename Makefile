@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 # In a log, other libraries' loading bars are noise.
 ANALYZE := TQDM_DISABLE=1 $(BIN)/tl-spectral analyze smollm2-135m --control random-init
 
-.PHONY: help demo demo-small test test-fast lint types notebook clean
+.PHONY: help demo demo-small test test-fast lint types bench notebook clean
 
 help:
 	@echo "make demo        analyse SmolLM2-135M beside its random-init control -> runs/demo/report.html"
@@ -17,6 +17,7 @@ help:
 	@echo "make test        the whole test suite"
 	@echo "make test-fast   without the tests that need the real model or minutes"
 	@echo "make lint types  ruff and mypy"
+	@echo "make bench       compare with other libraries, on one thread -> benchmarks/results/cpu.json"
 	@echo "make notebook    run the quickstart again and keep its outputs"
 	@echo "make clean       remove runs, caches and .venv"
 
@@ -44,10 +45,14 @@ test-fast: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check tl_spectral tests notebooks
+	$(BIN)/ruff format --check tl_spectral tests notebooks benchmarks
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# One thread, and nothing else running: memory bandwidth is shared even if cores are not.
+bench: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
 # The mimetype renderer keeps plotly.js, several MB, out of the file.
 notebook: $(INSTALLED)

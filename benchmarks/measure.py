@@ -12,13 +12,26 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 Work = Callable[[], "str | None"]
+_APART = True
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Measure without new processes: for a look at whether everything runs."""
+    global _APART
+    _APART = False
+    try:
+        yield
+    finally:
+        _APART = True
 
 
 @dataclass(frozen=True)
@@ -58,10 +71,11 @@ def measured(
     ours: bool = False,
     bar: str = "",
     repeat: int = 1,
-    fresh: bool = True,
     **inputs: Any,
 ) -> Row:
-    """Measure the work that ``prepare(**inputs)`` returns.
+    """Measure the work that ``prepare(**inputs)`` returns, in a process of its own.
+
+    Memory then is that of this case alone. Inside :func:`in_this_process` it is done here and once.
 
     Args:
         prepare: The case, a function of a module.
@@ -71,10 +85,9 @@ def measured(
         ours: See there.
         bar: See there.
         repeat: How often; the least CPU time counts, the first run's memory.
-        fresh: In a new process, so that memory is that of this case alone; else here.
         **inputs: Arguments of ``prepare``, JSON values.
     """
-    if fresh:
+    if _APART:
         where = f"{prepare.__module__}:{prepare.__name__}"
         command = [sys.executable, "-m", "benchmarks.measure", where, json.dumps(inputs)]
         root = Path(__file__).resolve().parent.parent
@@ -83,7 +96,7 @@ def measured(
         )
         figures = json.loads(done.stdout.splitlines()[-1])
     else:
-        figures = _figures(prepare(**inputs), repeat)
+        figures = _figures(prepare(**inputs), 1)
     return Row(table=table, case=case, method=method, ours=ours, bar=bar, **figures)
 
 
