@@ -1,13 +1,18 @@
 """The fast engine gives the reference engine's matrix, knows when it cannot, and says so.
 
 Lines that were changed to see these tests fail, and which did:
-  an attention factor or a reader's weights left out ... reason_names_what_is_assembled
-  check of the replayed output skipped ................. a_context_that_lies
-  check of the cuts skipped ............................ wrong_weights, hooks_of_the_user
+  own key, own weight or gate left out of the matrix ... equals_reference
+  a wrong factor, found out and not used ............... reason_names_what_is_assembled
+  plain attention assumed without a look at its result . reason_names_what_is_assembled[gemma2]
+  another softmax scale assumed ........................ keys_are_not_read_over_and_over
+  check of the replayed output skipped ................. a_context_that_lies, another_kind
+  check of the cuts skipped ............................ hooks_of_the_user, wrong_weights
   leak check skipped ................................... a_cut_that_is_bypassed
-  own key of an encoder's token held fixed ............. equals_reference[bert, roberta, albert]
+  own key of an encoder's token held fixed ............. equals_reference[bert]
+  identity of OPT's branch left out .................... equals_reference[opt]
   product of a span in the wrong order ................. span
   batches not split .................................... memory_bound
+  precision of products left as it was ................. precision_of_products
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from zoo import ARCHITECTURES, WIDTH, tiny
 
 import tl_spectral as tls
 from tl_spectral.errors import InputError, UnsupportedModelError
-from tl_spectral.jacobian import blocks, query
+from tl_spectral.jacobian import assembly, blocks, query
 from tl_spectral.model import ModelView
 from tl_spectral.model.branches import Context, branches
 
@@ -136,6 +141,31 @@ def test_precision_of_products_is_full_and_put_back(
     finally:
         torch.set_float32_matmul_precision("highest")
     assert seen == ["highest"] * 3
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "bert"])
+def test_keys_are_not_read_over_and_over(
+    name: str, model_of: ModelOf, prompt: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain softmax attention is differentiated from its factors, at a cost that T hardly moves."""
+    asked: dict[int, int] = {}
+    pulled, checked = assembly._rows, query.sound_cuts
+    cuts = []
+
+    def spy(output: Tensor, leaves: Any, cotangents: Tensor) -> Any:
+        asked[id(output)] = asked.get(id(output), 0) + len(cotangents)
+        return pulled(output, leaves, cotangents)
+
+    def keep(source: Tensor, target: Tensor, found: Any) -> Any:
+        cuts.extend(found)
+        return checked(source, target, found)
+
+    monkeypatch.setattr(assembly, "_rows", spy)
+    monkeypatch.setattr(query, "sound_cuts", keep)
+    tls.block_jacobian(model_of(name), prompt, 1)
+    (attention,) = (cut for cut in cuts if cut.branch.kind == "attention")
+    heads_per_key = len(attention.branch.W_in[0]) // len(attention.branch.W_in[1])
+    assert asked[id(attention.core)] == 2 * heads_per_key
 
 
 # ------------------------------------------------------------------------------- when it must not
