@@ -27,6 +27,7 @@ from tl_spectral.krylov import (
     Eigenvalues,
     Products,
     SingularValues,
+    Space,
     block_size,
     is_operator,
     leading_eigenvalues,
