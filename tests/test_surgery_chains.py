@@ -248,6 +248,8 @@ def test_deep_chains_neither_overflow_nor_pretend() -> None:
     assert math.isnan(lost.log_radius[0])
     assert "below rounding error through layers [0, 1]" in lost.note
     assert float(lost.log_radius_sum[0]) == -math.inf
+    tiny = torch.tensor([[1e-17, 1], [0, 1e-17]], dtype=torch.float64)
+    assert math.isnan(growth([tiny], draws=0).log_radius[0])  # not log 1e-17: rounding error
 
 
 def test_growth_of_a_model(gpt2: Any) -> None:

@@ -41,7 +41,9 @@ class Growth(Result):
         log_sigma_bound: ``Σ log σ₁(J_i)``: what it cannot exceed.
         log_radius_sum: ``Σ log ρ(J_i)``, ρ the spectral radius: the growth if all blocks were
             normal and shared their dominant eigenvector.
-        log_radius: ``log ρ(P_l)``; NaN where ρ(P_l) lies below the rounding error of P_l.
+        log_radius: ``log ρ(P_l)``; NaN where ρ(P_l) lies below the rounding error of P_l. Of a
+            strongly non-normal product read it as an upper bound: rounding errors move the
+            eigenvalues of a nearly defective matrix outwards.
         numerical_abscissa: Largest eigenvalue of the symmetric part of ``R_l = J_l − I``: the
             fastest growth at once.
         spectral_abscissa: Largest real part of the eigenvalues of R_l: the growth in the long run.
