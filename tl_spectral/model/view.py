@@ -246,7 +246,7 @@ class ModelView:
             tokens: Token ids of equal length; no mask, no padding.
             hooks: Hook name → function of the activation; a returned tensor replaces it. A hook
                 may raise :class:`StopForward` when no later activation is of interest.
-            cache: Key/value cache of the preceding tokens (see :meth:`prefill`).
+            cache: Key/value cache of the preceding tokens (see ``branches.prefill``).
         """
 
         def adapt(function: Hook) -> Callable[..., Tensor | None]:
@@ -258,19 +258,6 @@ class ModelView:
             self.model.run_with_hooks(
                 tokens.to(self.device), return_type=None, fwd_hooks=fwd_hooks, **kwargs
             )
-
-    def prefill(self, tokens: Int[Tensor, "sample pos"]) -> Any:
-        """Key/value cache of ``tokens``, or ``None`` if the model keeps none.
-
-        Encoders have no cache: every position looks at every other.
-        """
-        if not self.causal:
-            return None
-        with torch.no_grad():
-            _, cache = self.model(
-                tokens.to(self.device), return_type="logits_and_cache", use_cache=True
-            )
-        return cache
 
     @cached_property
     def causal(self) -> bool:
