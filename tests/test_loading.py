@@ -259,3 +259,21 @@ def test_dtype_is_kept() -> None:
 def test_a_control_of_a_control(prompt: Tensor) -> None:
     control = tls.reinitialised(tiny("gpt2"), 1)
     assert ModelView(tls.reinitialised(control, 1)).fingerprint == ModelView(control).fingerprint
+
+
+def test_a_revision_follows_the_name(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``name@revision`` asks the hub for that revision, and the model is called so."""
+    asked: list[tuple[str, str | None]] = []
+    honest = TransformerBridge.boot_transformers
+
+    def hub(name: str, revision: str | None = None, **options: Any) -> Any:
+        asked.append((name, revision))
+        return honest(str(directory), **options)
+
+    reach: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(loading, "_require_reachable", lambda *named: reach.append(named))
+    monkeypatch.setattr(loading, "_is_albert", lambda name, revision: False)
+    monkeypatch.setattr(TransformerBridge, "boot_transformers", hub)
+    assert ModelView(tls.load_model("org/pythia@step1000")).name == "org/pythia@step1000"
+    tls.load_model("org/pythia")
+    assert asked == reach == [("org/pythia", "step1000"), ("org/pythia", None)]

@@ -123,7 +123,7 @@ def _prepare(
         raise InputError(
             f"tokens_per_text must be at least 2, or None for whole texts; got {tokens_per_text}."
         )
-    rows = [row[:tokens_per_text] for row in view.tokens(loaded)]
+    rows = view.tokens(loaded, first=tokens_per_text)
     if samples is not None and len(rows) < samples:
         warnings.warn(
             f"{samples} texts were asked for, there are {len(rows)}.",

