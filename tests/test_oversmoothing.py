@@ -197,6 +197,6 @@ def test_refusals(gpt2: Any, model_of: Any) -> None:
 
     with (
         gpt2.hooks(fwd_hooks=[("blocks.0.hook_out", erase)]),
-        pytest.raises(ModelStateError, match="boundary 1 .* zero or not finite"),
+        pytest.raises(ModelStateError, match=r"boundary 1 .* zero or not finite"),
     ):
         oversmoothing(gpt2, TEXTS)

@@ -210,11 +210,8 @@ def boot_albert(
             f"{sorted(loaded['missing_keys'])[0]}; they would be random."
         )
     if tokenizer is None:
-        tokenizer = _tokenizer_beside(name)
-    hf = hf.to(device or "cpu").eval()
-    return HookedAlbert(
-        hf, tokenizer=tokenizer, name=Path(name).name if Path(name).is_dir() else name
-    )
+        tokenizer = _tokenizer_beside(name, revision)
+    return HookedAlbert(hf.to(device or "cpu").eval(), tokenizer=tokenizer, name=text)
 
 
 def _tokenizer_beside(name: str, revision: str | None) -> Any:
