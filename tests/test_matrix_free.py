@@ -1,4 +1,9 @@
-"""Spectra from products alone, against the dense ones."""
+"""Spectra from products alone, against the dense ones.
+
+Changed to see these tests fail: half a pair kept; convergence by the absolute residual; the larger
+of the two halves as the bound of the departure, or a wrong factor in the lower one; clusters taken
+for isolated values; the error of the quadrature left out.
+"""
 
 from __future__ import annotations
 
@@ -180,6 +185,27 @@ def test_henrici_is_enclosed_tightly_where_that_is_possible():
     assert free.henrici_upper == pytest.approx(dense.henrici, rel=0.02)
     turn = np.linalg.qr(rng.standard_normal((d, d)))[0]  # normal, with all its energy rotating
     assert unconverged(torch.from_numpy(turn), k=2).henrici_upper < 1e-3
+
+
+def test_of_two_halves_the_smaller_bounds_the_departure():
+    """What is nearly (anti)symmetric departs from normal by its small part at most."""
+    G = torch.randn(80, 80, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    S, A = 0.05 * (G + G.T), G - G.T
+    for M, part in ((S + A, S), (A.T @ A / 10 + 0.05 * A, 0.05 * A)):
+        free, dense = unconverged(M, k=2), spectrum(M)
+        bound = 2**0.5 * float(part.norm() / M.norm())
+        assert dense.henrici < free.henrici_upper + 3 * free.errors["henrici_upper"]
+        assert free.henrici_upper < 1.3 * bound
+
+
+def test_convergence_does_not_depend_on_the_unit():
+    M = decaying(80, seed=4) + 0.1 * torch.eye(80, dtype=torch.float64)
+    one, small = (unconverged(size * M, k=6, subspace=34) for size in (1.0, 1e-5))
+    assert torch.equal(one.eigenvalues_converged, small.eigenvalues_converged)
+    assert torch.equal(one.singular_values_converged, small.singular_values_converged)
+    assert 0 < one.eigenvalues_converged.sum() < len(one.eigenvalues)
+    error = one.eigenvalue_residuals * one.eigenvalue_conditions
+    assert torch.equal(one.eigenvalues_converged, error <= 1e-3 * one.eigenvalues.abs())
 
 
 def test_complex_pairs_stay_together():

@@ -1,7 +1,7 @@
 """Chains from products alone, against the exact ones.
 
 Changed to see these tests fail: factors in the reverse order; the ranks of the first depth for all;
-residuals of the squares for those of σ; unconverged values without a warning.
+unconverged values without a warning; the error of the quadrature left out.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Complex, Float
 
 from tl_spectral.decompose import checked_scale
 from tl_spectral.errors import InputError
+from tl_spectral.threads import one_blas_thread
 
 _GROWTH = 1.2  # the basis grows by this factor between two looks at what has converged
 
@@ -252,7 +253,9 @@ def leading_eigenvalues(
 
 
 def _ritz(space: Space, k: int, rtol: float, eps: float) -> Eigenvalues:
-    theta, Z = np.linalg.eig(space.basis.T @ space.image)
+    H = space.basis.T @ space.image
+    with one_blas_thread(len(H)):
+        theta, Z = np.linalg.eig(H)
     order = np.argsort(-np.abs(theta), kind="stable")
     count = min(k, len(theta))
     last = theta[order[count - 1]]
@@ -311,7 +314,7 @@ def leading_singular_values(
         sigma, Z = _gram_values(L)
         if space.full or _settled(space, Z[:, :k], sigma[:k], rtol, M.eps).all():
             break
-        space.grow(_GROWTH)
+        space.grow(1.01)  # by one block: this look is cheap
     last = _nodes(space, L, start, M.eps)
     before = _nodes(space, np.hstack(left[:-1]), start, M.eps) if len(left) > 1 else last
     U, sigma, Zt = np.linalg.svd(L, full_matrices=False)  # small values to their last digits
@@ -334,7 +337,9 @@ def _gram_values(
     L: Float[np.ndarray, "d m"],
 ) -> tuple[Float[np.ndarray, " m"], Float[np.ndarray, "m m"]]:
     """Singular values of ``MQ`` and their right vectors, large ones accurately."""
-    squares, Z = np.linalg.eigh(L.T @ L)
+    gram = L.T @ L
+    with one_blas_thread(len(gram)):
+        squares, Z = np.linalg.eigh(gram)
     return np.sqrt(np.maximum(squares[::-1], 0)), Z[:, ::-1]
 
 
