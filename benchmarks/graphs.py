@@ -119,7 +119,7 @@ def participation(n: int) -> Work:
     """The participation coefficient of every unit."""
     from tl_spectral.bridges import participation as coefficient
 
-    adjacency, labels = _everyone(n).adjacency(), np.arange(n)[None] % 8
+    adjacency, labels = _everyone(n).adjacency(), np.arange(n)[None] // 3 % 8
     return lambda: f"mean {coefficient(adjacency, labels).mean():.6f}"
 
 
@@ -127,7 +127,7 @@ def bct_participation(n: int) -> Work:
     """The same from the Brain Connectivity Toolbox, dense."""
     import bct
 
-    dense, labels = _everyone(n).adjacency().toarray(), np.arange(n) % 8 + 1
+    dense, labels = _everyone(n).adjacency().toarray(), np.arange(n) // 3 % 8 + 1
     return lambda: f"mean {bct.participation_coef(dense, labels).mean():.6f}"
 
 

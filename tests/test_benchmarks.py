@@ -37,6 +37,9 @@ def test_the_same_answer_from_every_method() -> None:
     for row in rows:
         by_case.setdefault(row.case.split(",")[0], set()).add(row.note)
     assert len(by_case["unit graph"]) == 1
+    small = [row.note for row in rows if row.case == "participation, 64 units"]
+    assert len(set(small)) == 1
+    assert small[0] != "mean 0.000000"
     assert all(note.startswith("Q = 0.8") for note in by_case["Louvain"])
 
 
