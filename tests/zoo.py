@@ -92,6 +92,18 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[], Any]]] = {
 
 def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A tiny random model: every weight moved off its special value, norms and biases included."""
+    architecture, _ = ARCHITECTURES[name]
+    hf = tiny_hf(name, seed=seed, dtype=dtype)
+    if name == "albert":
+        hf.config.name_or_path = f"tiny-{name}"
+        return boot_albert(hf)
+    return build_bridge_from_module(
+        hf, architecture=architecture, hf_config=hf.config, model_name=f"tiny-{name}", dtype=dtype
+    )
+
+
+def tiny_hf(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """The same before it is hooked."""
     architecture, config = ARCHITECTURES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -101,9 +113,4 @@ def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
             parameter.data.add_(torch.randn_like(parameter) * 0.15)
     hf = hf.to(dtype)
     hf.set_attn_implementation("eager")
-    if name == "albert":
-        hf.config.name_or_path = f"tiny-{name}"
-        return boot_albert(hf)
-    return build_bridge_from_module(
-        hf, architecture=architecture, hf_config=hf.config, model_name=f"tiny-{name}", dtype=dtype
-    )
+    return hf
