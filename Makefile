@@ -10,13 +10,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 # In a log, other libraries' loading bars are noise.
 ANALYZE := TQDM_DISABLE=1 $(BIN)/tl-spectral analyze smollm2-135m --control random-init
 
-.PHONY: help demo demo-small test test-fast lint types bench notebook clean
+.PHONY: help demo demo-small test test-slow lint types bench notebook clean
 
 help:
 	@echo "make demo        analyse SmolLM2-135M beside its random-init control -> runs/demo/report.html"
 	@echo "make demo-small  the same with fewer layers and texts -> runs/demo-small/report.html"
-	@echo "make test        the whole test suite"
-	@echo "make test-fast   without the tests that need the real model or minutes"
+	@echo "make test        the tests, without those that need the real model or minutes"
+	@echo "make test-slow   those, and the notebooks"
 	@echo "make lint types  ruff and mypy"
 	@echo "make bench       compare with other libraries, on one thread -> benchmarks/results/cpu.json"
 	@echo "make notebook    run the notebooks again and keep their outputs"
@@ -38,12 +38,12 @@ demo-small: $(INSTALLED)
 	$(ANALYZE) --out runs/demo-small \
 	  --layers 0-3 --samples 600 --jacobian-samples 3 --spectrum-samples 3
 
-# Notebooks take longest, so they begin.
 test: $(INSTALLED)
-	$(PYTEST) --nbmake notebooks tests
-
-test-fast: $(INSTALLED)
 	$(PYTEST) -m "not slow" tests
+
+# Notebooks take longest, so they begin; they are all slow.
+test-slow: $(INSTALLED)
+	$(PYTEST) -m slow --nbmake notebooks tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

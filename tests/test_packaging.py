@@ -111,7 +111,7 @@ def test_make_targets_of_the_readme_and_of_ci_exist():
     mentioned = {word for command in commands for word in command.split()}
     mentioned |= set(re.findall(r"[\n`]make ([\w-]+)", README))
     assert mentioned <= targets
-    assert {"demo", "demo-small", "test"} <= targets
+    assert {"demo", "demo-small", "test", "test-slow"} <= targets
     assert commands[-1] == "test", "its summary is the closing output"
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
